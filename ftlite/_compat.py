@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every gate on the version of torch, each with its reason and when it can go."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+try:
+    from torch.distributed import _serialization as _streaming
+except ImportError:  # torch 2.6, and builds without torch.distributed
+    _streaming = None  # type: ignore[assignment]
+
+TORCH: tuple[int, ...] = tuple(int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2])
+
+# torch.load(weights_only=True) could be made to run code until 2.10, as the torch project's advisories say.
+# Goes when 2.10 is the oldest torch that is supported.
+SAFE_LOADER_IS_SOUND = TORCH >= (2, 10)
+
+# torch's streaming save came with 2.7. Goes (with the writer in checkpointing/_stream.py) when that is the oldest.
+streaming_save: Optional[Any] = getattr(_streaming, "_streaming_save", None)
+
+# Its streaming load fails on an empty storage before 2.10; all versions read the table of entries with the safe
+# loader, so nothing else is wrong with it. Goes (with the reader in checkpointing/_stream.py) when 2.10 is the oldest.
+streaming_load: Optional[Any] = getattr(_streaming, "_streaming_load", None) if TORCH >= (2, 10) else None
+
+# What torch.save and torch.load stand on. Where a later torch has moved them, the stream falls back to those two.
+save_records: Optional[Any] = getattr(torch.serialization, "_save", None)
+load_records: Optional[Any] = getattr(torch.serialization, "_load", None)
+safe_unpickler: Optional[Any] = getattr(torch, "_weights_only_unpickler", None)

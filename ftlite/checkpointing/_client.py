@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One connection to a donor: requests, answers, and what their failures mean.
+
+A ``Link`` is used by one thread at a time; only ``cut`` may come from another. Everything that http.client
+or a socket can raise becomes one of ours here:
+
+- *broken*: the connection failed, and another one may do better (``Broken``, internal);
+- *refused*: the donor answered that it will not, or not now (NotServing; ``Later``, internal);
+- the donor is not one of ours, or says what makes no sense (IntegrityError, LayoutError).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import socket
+from typing import Any
+
+from .. import _net
+from .._deadline import Deadline
+from .._errors import DeadlineExceeded, IncompleteTransfer, IntegrityError, LayoutError, NotServing, TransferError
+from ._checksum import RowSum
+from ._manifest import PROTOCOL
+from ._memory import unlocked
+from ._server import PROTOCOL_HEADER, READER_HEADER, SUM_HEADER, TORCH_HEADER
+
+# A live donor is never silent for so long: its longest pause is a request that waits for the gate (half a second).
+# Longer than TCP takes to send a lost packet again a few times (0.2, 0.4, ... 6.4 s).
+IDLE_S = 15.0
+_REASON_BYTES = 4096
+CHANGED = (
+    "damaged on the way, or changed by the donor while it was served; a donor that trains on while it serves needs "
+    'snapshot="all", or disallow_checkpoint() first'
+)
+
+
+class Broken(Exception):
+    """The connection failed; what was received until then counts."""
+
+
+class Later(Exception):
+    """The donor says to ask again."""
+
+
+class Donor:
+    """Where a donor is, looked up once."""
+
+    def __init__(self, url: str) -> None:
+        """``url`` is what the donor's ``metadata()`` returned.
+
+        Raises:
+            ValueError: it is no such URL; the text does not show the path, which holds the secret.
+        """
+        self.host, self.port, self.path = _net.split_url(url)
+        self.shown = f"{_net.url_host(self.host)}:{self.port}"
+        self._candidates: list[_net.Candidate] | None = None
+
+    def connect(self, deadline: Deadline) -> socket.socket:
+        """A new connection.
+
+        Raises:
+            DeadlineExceeded, TransferError: none could be made.
+        """
+        if self._candidates is None:
+            self._candidates = _net.resolve(self.host, self.port, deadline)
+        return _net.connect(self._candidates, deadline, IDLE_S, self.shown)
+
+
+class Link:
+    """A connection to ``donor``, made when it is first needed and again after it broke."""
+
+    def __init__(self, donor: Donor, reader: str, deadline: Deadline) -> None:
+        self.donor = donor
+        self._reader = reader
+        self._deadline = deadline
+        self._http: http.client.HTTPConnection | None = None
+        self._closed = False
+
+    def get(self, step: int, what: str, start: int = 0) -> Answer:
+        """Ask for ``what`` of ``step``, from byte ``start`` on.
+
+        Raises:
+            Broken, Later: see above.
+            NotServing: the donor will not serve it, with its reason.
+            DeadlineExceeded: there was no answer in time.
+        """
+        headers = {READER_HEADER: self._reader, "Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        try:
+            connection = self._connection()
+            connection.request("GET", f"{self.donor.path}{step}/{what}", headers=headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as e:
+            self.close()
+            if isinstance(e, (DeadlineExceeded, TransferError)):
+                raise
+            raise Broken(_said(e)) from e
+        if response.status not in (200, 206):
+            self._refused(response, step)
+        length = response.length
+        if length is None or response.status != (206 if start else 200):
+            self.close()
+            raise IntegrityError(f"{self.donor.shown} answered without a length, or another range than was asked for")
+        return Answer(self, response, length)
+
+    def close(self) -> None:
+        """Close the connection; the next request makes a new one."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+
+    def cut(self) -> None:
+        """End whatever the connection is waiting for, from any thread, for good."""
+        self._closed = True
+        connection = self._http
+        sock = connection.sock if connection is not None else None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._closed:
+            raise Broken("the transfer has ended")
+        if self._http is None:
+            connection = http.client.HTTPConnection(self.donor.host, self.donor.port)
+            connection.sock = self.donor.connect(self._deadline)
+            connection.auto_open = 0  # http.client would look the name up again
+            self._http = connection
+            if self._closed:  # cut() came while the connection was being made
+                self.cut()
+        sock: socket.socket = self._http.sock
+        sock.settimeout(max(0.05, min(IDLE_S, self._deadline.remaining_s())))
+        return self._http
+
+    def _refused(self, response: http.client.HTTPResponse, step: int) -> None:
+        try:
+            reason = response.read(_REASON_BYTES).decode("utf-8", "replace").strip()
+        except (OSError, http.client.HTTPException) as e:
+            self.close()
+            raise Broken(_said(e)) from e
+        if response.getheader(PROTOCOL_HEADER) is None:
+            reason = ""  # the page of some other server is no reason
+        if not response.isclosed():
+            self.close()
+        if response.status == 503:
+            raise Later(reason.removeprefix("wait: "))
+        hint = "check the address: it must be what the donor's metadata() returned" if response.status == 404 else ""
+        said = ": ".join(part for part in (reason, hint) if part) or f"HTTP status {response.status}"
+        raise NotServing(f"{self.donor.shown} does not serve step {step}: {said}")
+
+
+class Answer(io.BufferedIOBase):
+    """The body of an answer: exactly ``length`` bytes, or Broken. A file that torch's loader can read."""
+
+    def __init__(self, link: Link, response: http.client.HTTPResponse, length: int) -> None:
+        self._link = link
+        self._response = response
+        self.length = length
+        self.left = length
+        self.sums: RowSum | None = None
+
+    def require_protocol(self) -> None:
+        """
+        Raises:
+            LayoutError: the donor does not speak our protocol.
+        """
+        spoken = self._response.getheader(PROTOCOL_HEADER)
+        if spoken != str(PROTOCOL):
+            self._link.close()
+            raise LayoutError(
+                f"{self._link.donor.shown} speaks no chunk protocol of ours "
+                f"({'none' if spoken is None else spoken[:20]}, here {PROTOCOL}); num_chunks=0 heals from a donor that "
+                "streams its whole state"
+            )
+
+    @property
+    def torch_version(self) -> str | None:
+        """The donor's torch, where it says."""
+        return self._response.getheader(TORCH_HEADER)
+
+    @property
+    def announced_sum(self) -> int | None:
+        """The checksum of the whole body, where the donor says."""
+        text = self._response.getheader(SUM_HEADER)
+        try:
+            return None if text is None else int(text, 16)
+        except ValueError as e:
+            raise IntegrityError(f"{self._link.donor.shown} announced the checksum {text!r:.40}") from e
+
+    def fill(self, view: memoryview) -> None:
+        """Read exactly ``len(view)`` bytes into ``view``."""
+        wanted = len(view)
+        if wanted > self.left:
+            raise IntegrityError(
+                f"{self._link.donor.shown} sends a body that asks for {wanted} bytes where {self.left} are left"
+            )
+        try:
+            while view:
+                n = self._response.readinto(view)
+                if not n:
+                    raise Broken("the donor closed the connection in the middle")
+                view = view[n:]
+                self.left -= n
+        except (OSError, http.client.HTTPException) as e:
+            self._link.close()
+            raise Broken(_said(e)) from e
+        except Broken:
+            self._link.close()
+            raise
+        if not self.left:
+            self._response.close()  # the connection is free for the next request
+
+    # --- for a loader; bytearrays, since torch takes them over where it warns of bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, n: int | None = -1, /) -> Any:
+        """``n`` bytes, all that is left for -1; allocates no more than was announced."""
+        wanted = self.left if n is None or n < 0 else n
+        if wanted > self.left:
+            raise IntegrityError(
+                f"{self._link.donor.shown} sends a stream that asks for {wanted} bytes where {self.left} are left"
+            )
+        data = bytearray(wanted)
+        self.fill(memoryview(data))
+        if self.sums is not None:
+            self.sums.feed(unlocked(data))
+        return data
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Up to a newline."""
+        line = bytearray()
+        while self.left and not line.endswith(b"\n") and len(line) != size:
+            line += self.read(1)
+        return bytes(line)
+
+
+def lost(donor: Donor, why: object, done: int, total: int) -> IncompleteTransfer:
+    """The error for a donor that left."""
+    return IncompleteTransfer(
+        f"the donor {donor.shown} was lost after {done} of {total} bytes ({why}); heal again from another donor",
+        bytes_done=done,
+        bytes_total=total,
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fetching the ranges of a state over several connections at once.
+
+Each stream takes a range from the queue, receives it to where the plan says, checks it, and takes the next. A
+stream whose connection breaks goes on with the same range, with what it has, over a new connection; one that
+gives up puts the range back for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .._deadline import Deadline
+from .._errors import FtliteError, IncompleteTransfer, IntegrityError, NotServing
+from ._client import CHANGED, Broken, Later, Link, lost
+from ._crew import TICK_S, Crew
+from ._device import pinned
+from ._layout import FlatSpace
+from ._manifest import Manifest
+from ._memory import view_of
+from ._plan import Plan
+from ._range_queue import Range, RangeQueue
+
+# What is received before it is added to the sum: enough for few calls, little enough to be still in the cache.
+BLOCK_BYTES = 1 << 20
+# A donor that fails so many times in a row without a byte in between is gone: a process that was killed refuses at
+# once, and the caller wants to know within two seconds.
+TRIES = 4
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+
+
+class Transfer:
+    """One receive of ``manifest`` over ``links``."""
+
+    def __init__(self, links: Sequence[Link], manifest: Manifest, plan: Plan, deadline: Deadline) -> None:
+        self._links = links
+        self._manifest = manifest
+        self._plan = plan
+        self._deadline = deadline
+        self._flat = manifest.flat()
+        self._queue = RangeQueue(manifest.ends)
+        self._crew = Crew(links, deadline)
+        self._streams = len(links)
+
+    def run(self, progress: Callable[[int, int], None] | None) -> None:
+        """Fetch everything, or raise the first failure with how far it got.
+
+        Raises:
+            TransferError, DeadlineExceeded: ``destination_dirty`` says whether own tensors were written to.
+        """
+
+        def tick() -> None:
+            if progress is not None:
+                progress(self._done_bytes(), self._queue.total)
+
+        try:
+            self._crew.run([lambda link=link: self._stream(link) for link in self._links], tick, self._late)  # type: ignore[misc]
+        except FtliteError as e:
+            self._mark(e)
+            raise
+
+    def _done_bytes(self) -> int:
+        with self._crew.changed:
+            return self._queue.done_bytes
+
+    def _late(self) -> FtliteError:
+        return self._deadline.exceeded(
+            f"receiving step {self._manifest.step} from {self._links[0].donor.shown}, {self._done_bytes()} of "
+            f"{self._queue.total} bytes so far",
+            "this was the limit for the whole transfer",
+        )
+
+    def _mark(self, error: FtliteError) -> None:
+        """Say in ``error`` how far it got, and which tensors were written to."""
+        done = self._done_bytes()
+        dirty = self._plan.in_place and done > 0
+        keys = self._plan.keys if dirty else ()
+        error.__dict__.update(bytes_done=done, bytes_total=self._queue.total, destination_dirty=dirty, keys=keys)
+        if dirty:
+            text = (
+                f"{error}; the receiver's own tensors ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}) were "
+                "written to and are undefined now: heal again before they are used"
+            )
+            error.args = (text,)
+
+    def _stream(self, link: Link) -> None:
+        sinks = _Sinks(self._plan, self._flat)
+        while (taken := self._take()) is not None:
+            try:
+                self._receive(link, taken, sinks)
+            except (IncompleteTransfer, NotServing):
+                with self._crew.changed:
+                    self._queue.give_back(taken)
+                    self._streams -= 1
+                    if not self._streams:
+                        raise
+                return  # the others go on with what this one leaves
+
+    def _take(self) -> Range | None:
+        with self._crew.changed:
+            while not self._crew.over and not self._queue.finished:
+                taken = self._queue.take()
+                if taken is not None:
+                    return taken
+                self._crew.changed.wait(TICK_S)  # a range may come back from another stream
+            return None
+
+    def _receive(self, link: Link, taken: Range, sinks: _Sinks) -> None:
+        tries, pause_s = 0, FIRST_PAUSE_S
+        while taken.at < taken.end and not self._crew.over:
+            before = taken.at
+            try:
+                self._receive_rest(link, taken, sinks)
+            except (Broken, Later, IncompleteTransfer) as e:
+                moved = taken.at > before
+                tries = 0 if moved or isinstance(e, Later) else tries + 1
+                if tries >= TRIES:
+                    raise lost(link.donor, e, self._done_bytes(), self._queue.total) from e
+                pause_s = FIRST_PAUSE_S if moved else min(pause_s * 2, LONGEST_PAUSE_S)
+                self._crew.pause(pause_s)
+        if taken.at < taken.end:
+            return
+        if taken.sums.value() != self._manifest.sums[taken.number]:
+            raise IntegrityError(
+                f"chunk {taken.number} of {link.donor.shown} (bytes {taken.start} to {taken.end} of "
+                f"{self._queue.total}) arrived with another checksum than announced: {CHANGED}"
+            )
+        with self._crew.changed:
+            self._queue.finish(taken)
+            self._crew.changed.notify_all()
+
+    def _receive_rest(self, link: Link, taken: Range, sinks: _Sinks) -> None:
+        answer = link.get(self._manifest.step, str(taken.number), taken.at - taken.start)
+        if answer.length != taken.end - taken.at:
+            raise IntegrityError(
+                f"{link.donor.shown} sends {answer.length} bytes of chunk {taken.number} from byte {taken.at} on, and "
+                f"announced {taken.end - taken.at}"
+            )
+        for extent, at, stop in self._flat.pieces(taken.at, taken.end):
+            while at < stop:
+                view = sinks.buffer(extent, at, stop)
+                answer.fill(view)
+                taken.sums.feed(view)
+                sinks.commit(extent, at, len(view))
+                at += len(view)
+                if at == stop:
+                    taken.sums.restart()
+                taken.at += len(view)
+                with self._crew.changed:
+                    self._queue.advanced(taken)
+
+
+class _Sinks:
+    """Where one stream's bytes go: straight to host memory where that is in one piece, else through a buffer."""
+
+    def __init__(self, plan: Plan, flat: FlatSpace) -> None:
+        self._intervals = plan.intervals
+        self._flat = flat
+        self._scratch: torch.Tensor | None = None
+        self._view = memoryview(b"")
+
+    def buffer(self, extent: int, at: int, stop: int) -> memoryview:
+        """Memory for the bytes of ``extent`` from ``at`` on, at most to ``stop``."""
+        n = min(stop - at, BLOCK_BYTES)
+        if extent < self._flat.large:
+            for interval in self._intervals[extent]:
+                if at < interval.end:
+                    if interval.host is not None:
+                        host: memoryview = interval.host[at - interval.start :][:n]
+                        return host
+                    return self._scratch_for(interval.owner.device)[: min(n, interval.end - at)]
+        return self._scratch_for(torch.device("cpu"))[:n]
+
+    def commit(self, extent: int, at: int, n: int) -> None:
+        """Move what went to the buffer to where it belongs."""
+        if extent < self._flat.large:
+            for interval in self._intervals[extent]:
+                if (
+                    interval.start <= at < interval.end
+                    and interval.device_bytes is not None
+                    and self._scratch is not None
+                ):
+                    interval.device_bytes[at - interval.start :][:n].copy_(self._scratch[:n])
+            return
+        taken = 0
+        for region, start, end in self._flat.small_pieces(at, at + n):
+            for interval in self._intervals[region]:
+                low, high = max(start, interval.start), min(end, interval.end)
+                if low >= high:
+                    continue
+                source = self._view[taken + low - start : taken + high - start]
+                if interval.host is not None:
+                    interval.host[low - interval.start : high - interval.start] = source
+                elif interval.device_bytes is not None and self._scratch is not None:
+                    part = self._scratch[taken + low - start : taken + high - start]
+                    interval.device_bytes[low - interval.start : high - interval.start].copy_(part)
+            taken += end - start
+
+    def _scratch_for(self, device: torch.device) -> memoryview:
+        if self._scratch is None or (device.type != "cpu" and not self._scratch.is_pinned()):
+            self._scratch = pinned(BLOCK_BYTES, device)
+            self._view = view_of(self._scratch)
+        return self._view

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where every byte of a state lies: storage regions, the flat byte space over them, and its chunks.
+
+Pure: no tensor, no socket; integers in, integers out. What holds:
+
+- Every distinct byte of memory is in exactly one region, whatever aliases it, so ties cross once.
+- Views that overlap or touch share a region; a view with gaps (a column of a matrix) that is alone in its
+  memory gets a *packed* region that holds its elements only, so the bytes between them never leave.
+- The flat space is the concatenation of all *extents*: one for each large region, in the order of first
+  use, then one for all small regions together, the smallest first (which is the order in which they are
+  copied at publish, so that the copies lie side by side).
+- Chunks cut the flat space by bytes, so one huge tensor is split and thousands of small ones are gathered.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+# A region up to this size goes through a staging buffer with its neighbours: a copy of 256 KB that is in the
+# cache costs about as much as the separate receive and sum that it saves.
+SMALL_BYTES = 256 * 1024
+# Storage offsets count elements: memory that is laid out anew keeps its place modulo the largest itemsize.
+ALIGNMENT = 16
+# Below the least size a request costs more than its bytes; above the largest one a chunk that turns out
+# wrong, or that one slow stream holds, costs too much to fetch again.
+MIN_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 64 << 20
+# So many chunks for the whole state at least (while they are not too small), that streams of unequal speed
+# finish together.
+CHUNKS_WANTED = 32
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided view of a storage: ``start`` in bytes, ``shape`` and ``stride`` in elements."""
+
+    storage: Hashable
+    start: int
+    itemsize: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """``nbytes`` of memory. ``lead`` bytes go before it where it is laid out anew, to keep alignment.
+
+    ``view`` is the index of the view whose elements a packed region holds, in the order of
+    ``packed_stride``; None for plain memory from ``start`` of ``storage``.
+    """
+
+    storage: Hashable
+    start: int
+    nbytes: int
+    lead: int
+    view: int | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a view begins: ``offset`` bytes into region ``region`` (-1: the view has no elements)."""
+
+    region: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``regions`` in flat order, the first ``large`` of them extents of their own; ``places`` one per view."""
+
+    regions: list[Region]
+    large: int
+    places: list[Place]
+
+
+def numel(shape: Sequence[int]) -> int:
+    """How many elements a tensor of ``shape`` has."""
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements lie between the first and the last of a view, both included; 0 for an empty view."""
+    last = 0
+    for size, step in zip(shape, stride):
+        if size == 0:
+            return 0
+        last += (size - 1) * step
+    return last + 1
+
+
+def packed_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a copy without gaps whose dimensions lie in the same order; expanded ones stay 0."""
+    order = sorted((d for d in range(len(shape)) if stride[d] != 0 and shape[d] > 1), key=lambda d: (stride[d], -d))
+    out = [0 if step == 0 and size > 1 else 1 for size, step in zip(shape, stride)]
+    step = 1
+    for d in order:
+        out[d] = step
+        step *= shape[d]
+    return tuple(out)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a view touches every element of its span, expanded dimensions counted once."""
+    step = 1
+    for size, by in sorted(zip(shape, stride), key=lambda pair: pair[1]):
+        if size > 1 and by:
+            if by != step:
+                return False
+            step *= size
+    return True
+
+
+def packed_bytes(view: View) -> int:
+    """The bytes of the distinct elements of ``view``, as a packed region holds them."""
+    return span(view.shape, packed_stride(view.shape, view.stride)) * view.itemsize
+
+
+def lay_out(views: Sequence[View]) -> Layout:
+    """Find the regions of ``views`` and the place of every view in them."""
+    by_storage: dict[Hashable, list[tuple[int, int, int]]] = {}
+    for index, view in enumerate(views):
+        nbytes = span(view.shape, view.stride) * view.itemsize
+        if nbytes:
+            by_storage.setdefault(view.storage, []).append((view.start, view.start + nbytes, index))
+    found: list[tuple[Region, list[int]]] = []
+    for parts in by_storage.values():
+        parts.sort()
+        group = [parts[0]]
+        end = parts[0][1]
+        for part in parts[1:]:
+            if part[0] > end:
+                found.append(_region(views, group, end))
+                group = []
+            group.append(part)
+            end = max(end, part[1])
+        found.append(_region(views, group, end))
+    large = [pair for pair in found if pair[0].nbytes > SMALL_BYTES]
+    small = sorted((pair for pair in found if pair[0].nbytes <= SMALL_BYTES), key=lambda pair: pair[0].nbytes)
+    places = [Place(-1, 0)] * len(views)
+    for number, (region, members) in enumerate(large + small):
+        for index in members:
+            places[index] = Place(number, 0 if region.view is not None else views[index].start - region.start)
+    return Layout([region for region, _ in large + small], len(large), places)
+
+
+def _region(views: Sequence[View], group: list[tuple[int, int, int]], end: int) -> tuple[Region, list[int]]:
+    members = [index for _, _, index in group]
+    first = views[members[0]]
+    if not is_dense(first.shape, first.stride) and all(views[i] == first for i in members):
+        return Region(first.storage, first.start, packed_bytes(first), 0, members[0]), members
+    start = group[0][0]
+    return Region(first.storage, start, end - start, start % ALIGNMENT, None), members
+
+
+class FlatSpace:
+    """The flat byte space over the sizes of all regions, of which the first ``large`` are extents alone."""
+
+    def __init__(self, sizes: Sequence[int], large: int) -> None:
+        self.sizes = list(sizes)
+        self.large = large
+        packed = sum(self.sizes[large:])
+        self.extents = self.sizes[:large] + ([packed] if packed else [])
+        self.starts = [0, *accumulate(self.extents)]
+        self.total = self.starts[-1]
+        # offsets of the small regions inside the last extent
+        self.small_starts = [0, *accumulate(self.sizes[large:])]
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Cut flat bytes ``start`` to ``end`` into ``(extent, start, end)``, offsets within the extent."""
+        extent = bisect_right(self.starts, start) - 1
+        while start < end:
+            stop = min(end, self.starts[extent + 1])
+            base = self.starts[extent]
+            if stop > start:
+                yield extent, start - base, stop - base
+            start = stop
+            extent += 1
+
+    def small_pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Cut bytes ``start`` to ``end`` of the extent of small regions into ``(region, start, end)``."""
+        at = bisect_right(self.small_starts, start) - 1
+        while start < end:
+            stop = min(end, self.small_starts[at + 1])
+            base = self.small_starts[at]
+            if stop > start:
+                yield self.large + at, start - base, stop - base
+            start = stop
+            at += 1
+
+
+def cut(total: int, num_chunks: int | None) -> list[int]:
+    """The ends of the chunks of ``total`` bytes: ``num_chunks`` of them, or as many as serve well (None).
+
+    There are fewer where there are fewer bytes than chunks, and none where there is nothing to send.
+    """
+    if total == 0:
+        return []
+    if num_chunks is None:
+        size = min(max(-(-total // CHUNKS_WANTED), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        num_chunks = -(-total // size)
+    num_chunks = min(num_chunks, total)
+    return [total * (i + 1) // num_chunks for i in range(num_chunks)]

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One receive, from the first question to the result: the chunk path, and the single stream.
+
+Both end in a ``Plan``: what arrives as one stream is loaded first, and then put where a chunk would have
+gone, so that both paths heal in place alike.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _compat
+from .._deadline import Deadline
+from .._errors import FtliteError, IncompleteTransfer, IntegrityError, LayoutError
+from . import _stream, _tree
+from ._checksum import RowSum, checksum_of
+from ._client import CHANGED, Answer, Broken, Donor, Later, Link, lost
+from ._crew import Crew
+from ._device import HostStage
+from ._fetch import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES, Transfer
+from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
+from ._plan import Plan
+from ._snapshot import publish
+
+logger = logging.getLogger(__name__)
+
+# A stream keeps a core busy at either end, so more of them than half the cores only take turns; four fill any wire
+# that one process can fill. num_chunks= overrides it, up to what does not merely contend for the interpreter.
+_MAX_DEFAULT_STREAMS = 4
+_MAX_STREAMS = 16
+_LISTED = 8  # keys in a log line
+
+
+class Receiver:
+    """``run`` once; afterwards ``total`` bytes, ``streams`` and ``checked`` say what it was."""
+
+    def __init__(
+        self,
+        donor: Donor,
+        step: int,
+        deadline: Deadline,
+        *,
+        own: Any,
+        num_chunks: int | None,
+        weights_only: bool,
+        max_bytes: int | None,
+        progress: Callable[[int, int], None] | None,
+        device: torch.device | None,
+    ) -> None:
+        self.total = 0
+        self.streams = 1
+        self.checked = True
+        self._donor = donor
+        self._step = step
+        self._deadline = deadline
+        self._own = own
+        self._num_chunks = num_chunks
+        self._weights_only = weights_only
+        self._max_bytes = max_bytes
+        self._progress = progress
+        self._device = device
+        self._reader = secrets.token_hex(8)
+
+    def run(self) -> Any:
+        """Fetch, verify and build the state."""
+        first = self._link()
+        links = [first]
+        try:
+            if self._num_chunks == 0:
+                return self._placed(self._stream_of(first))
+            manifest = self._manifest_of(first)
+            plan = Plan(
+                manifest,
+                self._own,
+                device=self._device,
+                max_bytes=self._max_bytes,
+                loader=_compat.SAFE_LOADER_IS_SOUND or not self._weights_only,
+            )
+            self._log_left_alone(plan)
+            self.total = manifest.flat().total
+            wanted = self._num_chunks or min(_MAX_DEFAULT_STREAMS, max(1, (os.cpu_count() or 1) // 2))
+            self.streams = max(1, min(wanted, len(manifest.ends), _MAX_STREAMS))
+            links += [self._link() for _ in range(self.streams - 1)]
+            plan.settle()
+            Transfer(links, manifest, plan, self._deadline).run(self._progress)
+            return plan.finish(self._load_blob)
+        finally:
+            for link in links:
+                link.close()
+
+    def _link(self) -> Link:
+        return Link(self._donor, self._reader, self._deadline)
+
+    def _log_left_alone(self, plan: Plan) -> None:
+        if plan.only_here:
+            logger.info(
+                "%d tensors that the donor does not have are left as they are: %s%s",
+                len(plan.only_here),
+                ", ".join(plan.only_here[:_LISTED]),
+                ", ..." if len(plan.only_here) > _LISTED else "",
+            )
+
+    # --- asking -------------------------------------------------------------------------------------------
+
+    def _watched(self, link: Link, job: Callable[[Crew], Any], tick: Callable[[], None], what: str) -> Any:
+        crew = Crew([link], self._deadline)
+        found: list[Any] = []
+        waiting_for: list[str] = []
+        self._reason = waiting_for
+
+        def late() -> FtliteError:
+            hint = f"the donor said: {waiting_for[-1]}" if waiting_for else "it has not answered"
+            return self._deadline.exceeded(f"{what} of step {self._step} from {self._donor.shown}", hint)
+
+        crew.run([lambda: found.append(job(crew))], tick, late)
+        return found[0]
+
+    def _ask(self, crew: Crew, link: Link, what: str) -> Answer:
+        """Ask until there is an answer: a donor that does not serve yet is waited for, one that is gone is not."""
+        tries, pause_s = 0, FIRST_PAUSE_S
+        while True:
+            try:
+                return link.get(self._step, what)
+            except (Broken, Later, IncompleteTransfer) as e:
+                if isinstance(e, Later):
+                    self._reason.append(str(e))
+                else:
+                    tries += 1
+                if tries >= TRIES:
+                    raise lost(self._donor, e, 0, 0) from e
+                if crew.over:
+                    raise
+                crew.pause(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    def _manifest_of(self, link: Link) -> Manifest:
+        def job(crew: Crew) -> bytes:
+            answer = self._ask(crew, link, "metadata")
+            answer.require_protocol()
+            if answer.length > MAX_MANIFEST_BYTES:
+                raise LayoutError(
+                    f"{self._donor.shown} announces {answer.length} bytes of metadata, more than the "
+                    f"{MAX_MANIFEST_BYTES} that are accepted"
+                )
+            document = self._body(answer)
+            if answer.announced_sum != checksum_of(document):
+                raise IntegrityError(
+                    f"the metadata from {self._donor.shown} arrived with another checksum than it announced; nothing "
+                    "was written; heal again"
+                )
+            return bytes(document)
+
+        manifest = parse(self._watched(link, job, lambda: None, "asking for the metadata"))
+        if manifest.step != self._step:
+            raise IntegrityError(f"{self._donor.shown} sent step {manifest.step} where step {self._step} was asked for")
+        return manifest
+
+    def _body(self, answer: Answer) -> bytearray:
+        try:
+            data: bytearray = answer.read()
+        except Broken as e:
+            raise lost(self._donor, e, answer.length - answer.left, answer.length) from e
+        return data
+
+    # --- the single stream --------------------------------------------------------------------------------
+
+    def _stream_of(self, link: Link) -> Any:
+        answers: list[Answer] = []
+
+        def job(crew: Crew) -> Any:
+            answer = self._ask(crew, link, "full")
+            answers.append(answer)
+            self._accept(answer)
+            return self._load(answer)
+
+        def tick() -> None:
+            if self._progress is not None and answers:
+                self._progress(answers[0].length - answers[0].left, answers[0].length)
+
+        return self._watched(link, job, tick, "receiving the stream")
+
+    def _accept(self, answer: Answer) -> None:
+        theirs, ours = answer.torch_version, str(torch.__version__)
+        if theirs is not None and theirs.split(".")[:2] != ours.split(".")[:2]:
+            raise LayoutError(
+                f"the single stream is good between equal torch versions only, and the donor has {theirs}, this side "
+                f"{ours}: leave num_chunks at None"
+            )
+        if self._max_bytes is not None and answer.length > self._max_bytes:
+            raise LayoutError(
+                f"the donor's stream has {answer.length} bytes; max_bytes is {self._max_bytes}: raise it if this is "
+                "the state you expect",
+                bytes_total=answer.length,
+            )
+        self.total = answer.length
+        self.checked = answer.announced_sum is not None
+        answer.sums = RowSum()
+
+    def _load(self, answer: Answer) -> Any:
+        try:
+            state = _stream.load(answer, weights_only=self._weights_only)
+            answer.read()  # what a loader leaves unread belongs to the checksum
+        except FtliteError:
+            raise
+        except Broken as e:
+            raise lost(self._donor, e, answer.length - answer.left, answer.length) from e
+        except pickle.UnpicklingError as e:
+            raise LayoutError(
+                f"torch's safe loader refuses the stream of {self._donor.shown} ({_first_line(e)}); weights_only=False "
+                "trusts the donor with code, or allow the class with torch.serialization.add_safe_globals"
+            ) from e
+        except Exception as e:  # whatever bytes that are no stream make a loader raise
+            raise IntegrityError(
+                f"the stream of {self._donor.shown} cannot be loaded ({type(e).__name__}: {_first_line(e)})"
+            ) from e
+        if answer.sums is not None and answer.announced_sum not in (None, answer.sums.value()):
+            raise IntegrityError(
+                f"the stream of {self._donor.shown} ({answer.length} bytes) arrived with another checksum than "
+                f"announced: {CHANGED}"
+            )
+        return state
+
+    def _placed(self, state: Any) -> Any:
+        """Put a state that has arrived whole where its chunks would have gone."""
+        if self._own is _tree.MISSING and self._device is None:
+            return state
+        loaded = publish(state, self._step, weights_only=False, snapshot="none", num_chunks=1, stage=HostStage())
+        plan = Plan(loaded.manifest, self._own, device=self._device)
+        self._log_left_alone(plan)
+        plan.settle()
+        loaded.copy_to(plan.intervals)
+        return plan.finish(lambda data, _path: torch.load(io.BytesIO(data), weights_only=False))
+
+    def _load_blob(self, data: bytes, path: _tree.Path) -> Any:
+        try:
+            return torch.load(io.BytesIO(data), map_location=self._device or "cpu", weights_only=self._weights_only)
+        except Exception as e:  # whatever a hostile or foreign object makes the loader raise
+            raise LayoutError(
+                f"{_tree.show_path(path)}: torch's loader refuses what the donor sent ({_first_line(e)}); allow the "
+                "class with torch.serialization.add_safe_globals on both sides"
+            ) from e
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The donor's side of a heal: a state taken apart at publish, and its bytes on demand.
+
+``publish`` runs on the caller's thread, once per step that is offered: it walks the state, lays it out,
+copies what must not change (see ``snapshot``), brings device memory to the host once, and sums every chunk.
+After that any number of threads may call ``blocks``; a snapshot is never changed.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _compat
+from .._errors import LayoutError
+from . import _dtensor, _tree
+from ._checksum import RowSum, checksum_of
+from ._device import HostStage
+from ._interval import Interval
+from ._layout import FlatSpace, Layout, View, cut, lay_out, packed_stride
+from ._manifest import (
+    CONJ,
+    MAX_MANIFEST_BYTES,
+    NEG,
+    PACKED,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Manifest,
+    Record,
+    Spec,
+    with_bits,
+)
+from ._memory import byte_tensor, offset_bytes, tensor_in, view_of
+
+# Optimizer steps, BatchNorm statistics, counters, RNG states: what a forward or a scheduler changes is small.
+SNAPSHOT_BYTES = 32 << 20
+SNAPSHOTS = ("small", "all", "none")
+# What is sent or summed in one go: large enough that the call is cheap beside it, small enough for the cache.
+BLOCK_BYTES = 1 << 20
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the state and the tensor whose bytes travel for it: itself, its local shard, or its blob."""
+
+    obj: Any
+    tensor: torch.Tensor
+    flags: int
+    dtensor: dict[str, Any] | None
+
+
+class _Collector:
+    """Gathers the leaves of a state that are not plain: tensors, and blobs for what needs a loader."""
+
+    def __init__(self, weights_only: bool) -> None:
+        self._weights_only = weights_only
+        self._numbers: dict[int, int] = {}
+        self.leaves: list[_Leaf] = []
+
+    def leaf(self, obj: Any, path: _tree.Path) -> _tree.Node:
+        """The node of ``obj``, a tensor or something else that is not plain."""
+        if not isinstance(obj, torch.Tensor):
+            return ["p", self._blob(obj, path)]
+        number = self._numbers.get(id(obj))
+        if number is not None:
+            return ["t", number]
+        local, whole = (_dtensor.local_shard(obj), _dtensor.describe(obj)) if _dtensor.is_dtensor(obj) else (obj, None)
+        if local.device.type == "meta":
+            raise LayoutError(
+                f"{_tree.show_path(path)}: a tensor on the meta device has no bytes; materialize it first"
+            )
+        if not is_plain(local):
+            return ["p", self._blob(obj, path)]
+        self._numbers[id(obj)] = len(self.leaves)
+        return ["t", self._add(_Leaf(obj, local, flags_of(obj, local), whole))]
+
+    def _add(self, leaf: _Leaf) -> int:
+        self.leaves.append(leaf)
+        return len(self.leaves) - 1
+
+    def _blob(self, obj: Any, path: _tree.Path) -> int:
+        where, kind = _tree.show_path(path), f"{type(obj).__module__}.{type(obj).__qualname__}"
+        way_out = (
+            "store it as plain values or tensors, leave it out, or give weights_only=False on both sides (which trusts "
+            "the donor with code)"
+        )
+        if self._weights_only and not _compat.SAFE_LOADER_IS_SOUND:
+            raise LayoutError(
+                f"{where}: a {kind} needs torch's safe loader, which is not safe before torch 2.10 "
+                f"(here {torch.__version__}); {way_out}",
+                keys=(where,),
+            )
+        buffer = io.BytesIO()
+        try:
+            torch.save(obj, buffer)
+            if self._weights_only:
+                torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except Exception as e:  # whatever the object's own pickling raises is a refusal of this leaf
+            reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
+            raise LayoutError(
+                f"{where}: a {kind} cannot be carried ({reason}); {way_out}, or allow its class with "
+                "torch.serialization.add_safe_globals on both sides",
+                keys=(where,),
+            ) from e
+        data = bytearray(buffer.getvalue())
+        return self._add(_Leaf(obj, torch.frombuffer(data, dtype=torch.uint8), 0, None))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of ``tensor`` say it all: strided, not quantized, and of no subclass."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def flags_of(tensor: torch.Tensor, local: torch.Tensor) -> int:
+    """The record's flags of ``tensor``, whose bytes are those of ``local``."""
+    return (
+        (REQUIRES_GRAD if tensor.requires_grad else 0)
+        | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
+        | (CONJ if local.is_conj() else 0)
+        | (NEG if local.is_neg() else 0)
+    )
+
+
+def describe(state: Any, step: int, weights_only: bool) -> tuple[Manifest, Layout, list[_Leaf]]:
+    """Walk and lay out ``state``: a manifest without chunks yet, the layout, and its leaves.
+
+    Raises:
+        LayoutError: a leaf that cannot be carried, by its key and with the way out.
+    """
+    collector = _Collector(weights_only)
+    tree = _tree.encode(state, collector.leaf)
+    views = []
+    for leaf in collector.leaves:
+        t = leaf.tensor
+        storage, size = t.untyped_storage(), t.element_size()
+        key = (t.device, storage.data_ptr())
+        views.append(View(key, offset_bytes(t), size, tuple(t.shape), t.stride()))
+    layout = lay_out(views)
+    records = []
+    specs: dict[tuple[Any, ...], Spec] = {}
+    for leaf, place in zip(collector.leaves, layout.places):
+        t, flags = leaf.tensor, leaf.flags
+        if place.region >= 0 and layout.regions[place.region].view is not None:
+            flags |= PACKED
+        kind = (t.dtype, tuple(t.shape), t.stride(), flags)
+        spec = specs.get(kind)
+        if spec is None:
+            spec = specs[kind] = Spec(*kind)
+        records.append(Record(place.region, place.offset, spec, leaf.dtensor))
+    leads = {i: region.lead for i, region in enumerate(layout.regions) if region.lead}
+    sizes = [region.nbytes for region in layout.regions]
+    return Manifest(step, tree, records, sizes, layout.large, leads), layout, collector.leaves
+
+
+class _Part:
+    """Host memory that is served, uint8, from ``start`` of its extent."""
+
+    __slots__ = ("host", "start", "view")
+
+    def __init__(self, start: int, host: torch.Tensor) -> None:
+        self.start = start
+        self.host = host  # the view does not keep the memory alive
+        self.view = view_of(host)
+
+
+class Snapshot:
+    """A published state: the document about it, and its bytes in the flat space."""
+
+    def __init__(
+        self, state: Any, manifest: Manifest, leaves: list[_Leaf], parts: list[_Part], copied: set[int]
+    ) -> None:
+        self.step = manifest.step
+        self.flat: FlatSpace = manifest.flat()
+        self.ends = manifest.ends
+        self._state = state
+        self.manifest = manifest
+        self._leaves = leaves
+        self._copied = copied
+        self._parts = parts
+        self._small = _joined(parts[self.flat.large :])
+        self._small_starts = [part.start for part in self._small]
+        manifest.sums = [self._sum(start, end) for start, end in zip([0, *self.ends], self.ends)]
+        self.document = manifest.to_bytes()
+        self.document_sum = checksum_of(self.document)
+        if len(self.document) > MAX_MANIFEST_BYTES:
+            raise LayoutError(
+                f"the description of {len(leaves)} tensors takes {len(self.document)} bytes, more than the "
+                f"{MAX_MANIFEST_BYTES} that a receiver accepts; keep large plain data in tensors, or send less at once"
+            )
+
+    def whole(self) -> Any:
+        """The state as one object, on the host, with the values of publish where those were copied."""
+        return _tree.build(self.manifest.tree, self._leaf_of_whole, self._state)
+
+    def copy_to(self, targets: list[list[Interval]]) -> None:
+        """Copy every region to its intervals, as a transfer would."""
+        for part, intervals in zip(self._parts, targets, strict=True):
+            for interval in intervals:
+                interval.memory().copy_(part.host[interval.start : interval.end])
+
+    def _leaf_of_whole(self, tag: str, number: int) -> Any:
+        record, leaf = self.manifest.records[number], self._leaves[number]
+        if tag == "p" or record.dtensor is not None or record.region not in self._copied:
+            return leaf.obj
+        spec, part = record.spec, self._parts[record.region]
+        own = part.host.clone() if record.region >= self.flat.large else part.host  # small ones are not aligned
+        offset = offset_bytes(own) + record.offset
+        tensor = tensor_in(own.untyped_storage(), spec.dtype, offset, spec.shape, spec.wire_stride)
+        tensor = with_bits(tensor, spec)
+        if spec.flags & PARAMETER:
+            return torch.nn.Parameter(tensor, requires_grad=bool(spec.flags & REQUIRES_GRAD))
+        return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
+
+    def blocks(self, start: int, end: int) -> Iterator[tuple[memoryview, bool]]:
+        """The flat bytes ``start`` to ``end`` in blocks, each with whether an extent's piece ends with it.
+
+        A block is good until the next one is asked for.
+        """
+        scratch: memoryview | None = None
+        for extent, at, stop in self.flat.pieces(start, end):
+            while at < stop:
+                n = min(stop - at, BLOCK_BYTES)
+                if extent < self.flat.large:
+                    view = self._parts[extent].view[at : at + n]
+                else:
+                    if scratch is None:
+                        scratch = memoryview(bytearray(min(BLOCK_BYTES, stop - at)))
+                    view = self._gather(at, n, scratch)
+                at += n
+                yield view, at == stop
+
+    def _gather(self, at: int, n: int, scratch: memoryview) -> memoryview:
+        number = bisect_right(self._small_starts, at) - 1
+        part = self._small[number]
+        if at + n <= part.start + len(part.view):
+            return part.view[at - part.start : at - part.start + n]
+        filled = 0
+        while filled < n:
+            part = self._small[number]
+            piece = part.view[at + filled - part.start :][: n - filled]
+            scratch[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number += 1
+        return scratch[:n]
+
+    def _sum(self, start: int, end: int) -> int:
+        sums = RowSum()
+        for view, ends in self.blocks(start, end):
+            sums.feed(view)
+            if ends:
+                sums.restart()
+        return sums.value()
+
+
+def publish(
+    state: Any, step: int, *, weights_only: bool, snapshot: str, num_chunks: int | None, stage: HostStage
+) -> Snapshot:
+    """Take ``state`` of ``step`` apart for serving.
+
+    Args:
+        weights_only: whether leaves that are neither plain nor tensors must pass torch's safe loader.
+        snapshot: which CPU memory is copied now: the smallest regions up to 32 MB ("small"), "all", "none".
+        num_chunks: how many chunks to announce; None for as many as serve well.
+        stage: brings device memory to the host.
+
+    Raises:
+        LayoutError: a leaf that cannot be carried.
+    """
+    manifest, layout, leaves = describe(state, step, weights_only)
+    manifest.ends = cut(sum(manifest.sizes), num_chunks)
+    tensors = [leaf.tensor for leaf in leaves]
+    owners = _owners(manifest)
+    copied = _choose_copied(layout, tensors, owners, snapshot)
+    small_copied = [i for i in copied if i >= layout.large]
+    arena = torch.empty(sum(manifest.sizes[i] for i in small_copied), dtype=torch.uint8)
+    parts: list[_Part] = []
+    arena_at = small_at = 0
+    for number, region in enumerate(layout.regions):
+        small = number >= layout.large
+        source = _source(tensors[owners[number]], layout, number)
+        host = source
+        if number in copied:
+            host = (
+                arena[arena_at : arena_at + region.nbytes] if small else torch.empty(region.nbytes, dtype=torch.uint8)
+            )
+            stage.copy(host, source)
+            arena_at += region.nbytes if small else 0
+        parts.append(_Part(small_at if small else 0, host))
+        small_at += region.nbytes if small else 0
+    stage.finish()
+    return Snapshot(state, manifest, leaves, parts, copied)
+
+
+def _owners(manifest: Manifest) -> list[int]:
+    """For every region one of the tensors that lie in it."""
+    owners = [-1] * len(manifest.sizes)
+    for index, record in enumerate(manifest.records):
+        if record.region >= 0 and owners[record.region] < 0:
+            owners[record.region] = index
+    return owners
+
+
+def _choose_copied(layout: Layout, tensors: list[torch.Tensor], owners: list[int], snapshot: str) -> set[int]:
+    """The regions that get a copy on the host: all device memory, and of the host's what ``snapshot`` says."""
+    copied = {i for i in range(len(layout.regions)) if tensors[owners[i]].device.type != "cpu"}
+    budget = {"small": SNAPSHOT_BYTES, "none": 0}.get(snapshot)
+    on_host = [i for i in range(len(layout.regions)) if i not in copied]
+    for i in sorted(on_host, key=lambda i: layout.regions[i].nbytes):
+        if budget is not None:
+            budget -= layout.regions[i].nbytes
+            if budget < 0:
+                break
+        copied.add(i)
+    return copied
+
+
+def _source(tensor: torch.Tensor, layout: Layout, number: int) -> torch.Tensor:
+    """The bytes of region ``number`` as a uint8 tensor, on the device where they are."""
+    region = layout.regions[number]
+    if region.view is None:
+        return byte_tensor(tensor, region.start, region.nbytes)
+    stride = tensor.stride()
+    shape = tuple(1 if step == 0 else size for size, step in zip(tensor.shape, stride))
+    raw = tensor_in(tensor.untyped_storage(), tensor.dtype, offset_bytes(tensor), shape, stride)
+    packed = torch.empty_strided(shape, packed_stride(shape, stride), dtype=raw.dtype, device=raw.device).copy_(raw)
+    return byte_tensor(packed, 0, region.nbytes)
+
+
+def _joined(parts: list[_Part]) -> list[_Part]:
+    """Small parts that lie side by side in memory as in the flat space, joined: all of them, for most states."""
+    out: list[_Part] = []
+    for part in parts:
+        if out and out[-1].host.data_ptr() + out[-1].host.numel() == part.host.data_ptr():
+            before = out.pop()
+            together = byte_tensor(before.host, offset_bytes(before.host), before.host.numel() + part.host.numel())
+            part = _Part(before.start, together)
+        out.append(part)
+    return out

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The tests, and the one place that names the package under test.
+
+A host that keeps a copy sets FTLITE_TEST_PACKAGE (``acme._vendor.ftlite``) and runs the same tests
+against its copy. So no test imports the package by name: ``load("checkpointing._layout")`` does it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from types import ModuleType
+
+# torch 2.6 says so at its import where numpy is missing, which is how these tests run
+NO_NUMPY = "Failed to initialize NumPy"
+warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
+
+PACKAGE = os.environ.get("FTLITE_TEST_PACKAGE") or "ftlite"
+
+
+def load(name: str = "") -> ModuleType:
+    """Import the package under test, or its module ``name`` ("_errors", "checkpointing._layout")."""
+    return importlib.import_module(f"{PACKAGE}.{name}" if name else PACKAGE)
