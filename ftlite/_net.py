@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Addresses: which one to advertise, where to listen, how a URL writes it, and how to connect to it.
+"""Sockets and URLs: where to listen, how a URL writes an address, how to look one up and how to connect to it.
 
-Rules of this file: the address is chosen by a stated order, never guessed from the host name; a name is
-looked up once, and from then on only numeric addresses are used; IPv6 may be missing; no text shows the
-path of a URL, since it holds a secret; proxy variables play no role; the environment is read when a
-function is called, never at import.
+Rules of this file: a name is looked up once, and from then on only numeric addresses are used; IPv6 may be
+missing; no text shows the path of a URL, since it holds a secret; proxy variables play no role. Which address
+to advertise is decided in ``_interfaces``, which shares the helpers for numeric addresses below.
 """
 
 from __future__ import annotations
@@ -15,23 +14,15 @@ import logging
 import os
 import re
 import socket
-import struct
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
 from ._deadline import Deadline
 from ._errors import IncompleteTransfer, TransferError
 
-try:
-    import fcntl
-except ImportError:  # Windows has none; interface_addresses() then knows names only
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Address", "choose_address", "connect", "interface_addresses", "listen", "resolve", "split_url", "url_host"]
+__all__ = ["Candidate", "connect", "listen", "resolve", "split_url", "url_host"]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,16 +36,8 @@ _LONGEST_PAUSE_S = 1.0
 # A timeout of 0 means "try once", and a socket timeout of 0 means "do not wait at all". A peer in the same
 # rack answers in well under a millisecond; this leaves room for a busy one.
 _SHORTEST_TRY_S = 0.05
-# Documentation addresses (RFC 5737, RFC 3849): nobody's, so only the default route leads there.
-_FAR_AWAY = ("203.0.113.1", "2001:db8::1")
-_PROBE_PORT = 9  # "discard"; a UDP connect sends nothing, so any port but 0 will do
 _PORTS_LISTED = 16  # a longer range is shown by its ends, so that the message stays one to read
 _BUSY = (errno.EADDRINUSE, errno.EACCES)  # taken, or kept for root: another port may do
-
-# Linux only, from linux/sockios.h, linux/if.h and linux/if_addr.h; Python has no names for them.
-_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 0x1
-_TEMPORARY, _OPTIMISTIC, _DADFAILED, _DEPRECATED, _TENTATIVE = 0x01, 0x04, 0x08, 0x20, 0x40
-_SCOPE_LINK = 0x20
 
 # Groups: IPv6, its zone, a name (253: the longest that DNS holds), the port.
 _URL_START = re.compile(
@@ -62,84 +45,6 @@ _URL_START = re.compile(
     re.IGNORECASE | re.ASCII,  # without ASCII, the Kelvin sign would pass for a "k"
 )
 _URL_PATH = re.compile(r"(?:/[!-~]*)?")  # printable ASCII; "?" and "#" are looked for apart
-
-
-@dataclass(frozen=True)
-class Address:
-    """A numeric address to advertise, and why this one.
-
-    ``ip`` is v4 or v6, a link-local v6 with its ``%interface``; ``family`` is ``socket.AF_INET`` or
-    ``AF_INET6``; ``why`` is a short phrase for the log.
-    """
-
-    ip: str
-    family: int
-    why: str
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        return _is_loopback(self.ip)
-
-
-def choose_address(
-    host: str | None = None, interface: str | None = None, environ: Mapping[str, str] | None = None
-) -> Address:
-    """Choose the address to bind and to advertise.
-
-    The first that applies: ``host`` or ``interface``; FTLITE_INTERFACE; GLOO_SOCKET_IFNAME (of a list, the
-    first that exists, in both); NCCL_SOCKET_IFNAME in NCCL's syntax; the route to MASTER_ADDR, unless that is
-    loopback, which says nothing about the other replicas; the default route; loopback.
-
-    Args:
-        host: a numeric address, or a name, which is looked up once. It need not be an address of this machine
-            (there may be a NAT in between), but then the caller has to bind to another one.
-        interface: the exact name of an interface.
-        environ: where to read the variables; ``os.environ`` by default.
-
-    A name, in ``host`` or MASTER_ADDR, goes to ``getaddrinfo``, which can block for as long as the resolver
-    likes and cannot be interrupted.
-
-    Raises:
-        ValueError: ``host`` and ``interface`` together; a host that does not resolve or that no peer can
-            connect to; an interface, by argument or by variable, that does not exist or has no usable address.
-    """
-    if host is not None and interface is not None:
-        raise ValueError(f"host={host!r} and interface={interface!r} both choose the address: give one of them")
-    environ = os.environ if environ is None else environ
-    if host is not None:
-        chosen = _from_host(host)
-    elif interface is not None:
-        chosen = _from_interfaces([interface], "interface")
-    else:
-        chosen = _from_variables(environ) or _from_routes(environ)
-    _logger.info("address %s, by %s", chosen.ip, chosen.why)
-    return chosen
-
-
-def interface_addresses() -> dict[str, list[str]]:
-    """Return the interfaces of this machine and their usable numeric addresses, the best first.
-
-    The primary IPv4 comes before global IPv6 before link-local IPv6 (``fe80::1%eth0``). An interface that is
-    down, or has no address that can be bound now, has an empty list and comes last. Outside Linux only the
-    names are known.
-
-    Raises:
-        OSError: this process may open no more files.
-    """
-    try:
-        names = [name for _, name in socket.if_nameindex()]
-    except (OSError, AttributeError):  # a sandbox that forbids it; a platform that lacks it
-        return {}
-    ipv4 = _up_interfaces(names)
-    ipv6: dict[str, list[str]] = {}
-    try:
-        with open("/proc/net/if_inet6", encoding="utf-8", errors="surrogateescape") as table:
-            ipv6 = _parse_if_inet6(table.read())
-    except OSError:
-        _logger.debug("no IPv6 here, or not Linux")
-    found = {name: ipv4[name] + ipv6.get(name, []) if name in ipv4 else [] for name in names}
-    return dict(sorted(found.items(), key=lambda item: not item[1]))
 
 
 def listen(address_ip: str, family: int, ports: int | range, backlog: int) -> socket.socket:
@@ -156,13 +61,13 @@ def listen(address_ip: str, family: int, ports: int | range, backlog: int) -> so
         ValueError, TypeError: the address is not numeric or not of ``family``; a port is out of range.
     """
     wanted = _checked_ports(ports)
-    ip = _numeric(address_ip)
-    if ip is None or family not in (_family(ip), socket.AF_UNSPEC):
+    ip = numeric_ip(address_ip)
+    if ip is None or family not in (family_of(ip), socket.AF_UNSPEC):
         raise ValueError(f"cannot bind to {address_ip!r}, family {int(family)}: give a numeric address of that family")
     reason: OSError | None = None
     for port in wanted:
         try:
-            return _listen_once(_family(ip), _sockaddr(ip, port), backlog)
+            return _listen_once(family_of(ip), sockaddr_of(ip, port), backlog)
         except OSError as error:
             reason = error
             if error.errno not in _BUSY:  # the same at every port
@@ -203,7 +108,7 @@ def split_url(url: str) -> tuple[str, int, str]:
     ipv6, zone, name, port = start[1], unquote(start[2] or ""), start[3], int(start[4])
     path = url[start.end() :]
     fault = ""
-    if ipv6 and (":" not in ipv6 or not re.fullmatch(r"[!-~]*", zone) or not _numeric(_with_zone(ipv6, zone))):
+    if ipv6 and (":" not in ipv6 or not re.fullmatch(r"[!-~]*", zone) or not numeric_ip(with_zone(ipv6, zone))):
         fault = "has no IPv6 address in its brackets"
     elif not 0 < port < 65536:
         fault = "has a port outside 1-65535"
@@ -213,7 +118,7 @@ def split_url(url: str) -> tuple[str, int, str]:
         fault = "has a space, a control character or one that is not ASCII in its path"
     if fault:
         raise ValueError(f"the URL {start[0]}/... {fault}: give http://host:port/path and no more")
-    return _with_zone(ipv6, zone) if ipv6 else name, port, path or "/"
+    return with_zone(ipv6, zone) if ipv6 else name, port, path or "/"
 
 
 def resolve(host: str, port: int, deadline: Deadline) -> list[Candidate]:
@@ -228,10 +133,10 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[Candidate]:
         IncompleteTransfer: the ``%zone`` of a numeric host is not an interface of this machine.
         ValueError: the host cannot be a name at all.
     """
-    ip = _numeric(host)
+    ip = numeric_ip(host)
     if ip is not None:
         try:
-            return [(_family(ip), _sockaddr(ip, port))]
+            return [(family_of(ip), sockaddr_of(ip, port))]
         except OSError as error:
             raise IncompleteTransfer(
                 f"cannot connect to {url_host(host)}:{port} ({_text(error)}): behind the % is an interface of the "
@@ -240,7 +145,7 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[Candidate]:
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
-            return _lookup(host, port)
+            return lookup_once(host, port)
         except UnicodeError as error:
             raise ValueError(f"the host {host!r} cannot be a name ({error}): give a DNS name or an address") from error
         except OSError as error:  # not only gaierror: too many open files may pass as well
@@ -278,7 +183,7 @@ def connect(candidates: Sequence[Candidate], deadline: Deadline, idle_s: float, 
         except OSError as error:
             last = error
             reason = f"no answer in {share_s:.3g} s" if isinstance(error, TimeoutError) else _text(error)
-            failures.append(f"{url_host(_ip_of(sockaddr))}:{sockaddr[1]}: {reason}")
+            failures.append(f"{url_host(ip_of(sockaddr))}:{sockaddr[1]}: {reason}")
     tries = "; ".join(failures) or "it has no address"
     tries = f"{peer} ({tries})" if peer else tries
     if isinstance(last, TimeoutError) and reserved_s == 0.0:
@@ -289,168 +194,26 @@ def connect(candidates: Sequence[Candidate], deadline: Deadline, idle_s: float, 
     ) from last
 
 
-def _from_host(host: str) -> Address:
-    """The address that ``host`` stands for."""
-    ip = _numeric(host)
-    if not host or (ip is not None and (ip.is_unspecified or ip.is_multicast)):
-        raise ValueError(f"host={host!r} is nothing that a peer can connect to: give an address or a name")
-    if ip is not None:
-        return Address(str(ip), _family(ip), "host=")
-    try:
-        found = [(family, _ip_of(sockaddr)) for family, sockaddr in _lookup(host, 0)]
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"host={host!r} has no address ({error}): give a name that resolves, or an address") from error
-    # A hosts file often has the machine's own name at 127.0.1.1, and IPv6 entries where IPv6 is off.
-    family, text = min(found, key=lambda each: (_is_loopback(each[1]), not _can_bind(each[1])))
-    if _is_loopback(text) and host != "localhost" and _others():
-        _logger.warning("host=%r resolves to %s, which no other machine can reach: give an address", host, text)
-    return Address(text, family, f"host={host}")
+# --- numeric addresses, for _interfaces as well ----------------------------------------------------------
 
 
-def _from_interfaces(names: Sequence[str], source: str, value: str = "") -> Address:
-    """The best address of the first of ``names`` that has one. ``value`` is what ``source`` said literally."""
-    table = interface_addresses()
-    for name in names:
-        for text in table.get(name, [])[:1]:
-            return Address(text, _family(ipaddress.ip_address(text)), f"interface {name} ({source})")
-    there = ", ".join(f"{name} ({', '.join(ips) or 'down, or without address'})" for name, ips in table.items())
-    raise ValueError(
-        f"{source}={value or ','.join(names)} is no interface with an address: correct it, or give host=; "
-        f"this machine has {there or 'none that can be listed'}"
-    )
-
-
-def _from_variables(environ: Mapping[str, str]) -> Address | None:
-    """The address of the interface that a variable names, or None where none does."""
-    for source in ("FTLITE_INTERFACE", "GLOO_SOCKET_IFNAME"):
-        names = [name.strip() for name in environ.get(source, "").split(",") if name.strip()]
-        if names:
-            return _from_interfaces(names, source)
-    nccl = environ.get("NCCL_SOCKET_IFNAME", "").strip()
-    # NCCL's syntax: "^" first excludes, "=" then means exactly, else prefixes; a ":port" may follow a name.
-    exclude = nccl.startswith("^")
-    exact = nccl[exclude:].startswith("=")
-    given = [entry.partition(":")[0].strip() for entry in nccl[exclude + exact :].split(",")]
-    patterns = tuple(name for name in given if name)
-    if not patterns:
-        return None
-    names = []
-    for name, ips in interface_addresses().items():
-        matches = name in patterns if exact else name.startswith(patterns)
-        # Who excludes docker0 does not ask for loopback, though NCCL itself would take it.
-        if ips and matches != exclude and not (exclude and _is_loopback(ips[0])):
-            names.append(name)
-    # To exclude all there is names nothing that could be missing.
-    return _from_interfaces(names, "NCCL_SOCKET_IFNAME", nccl) if names or not exclude else None
-
-
-def _from_routes(environ: Mapping[str, str]) -> Address:
-    """The address from which packets leave for the master, or for anywhere; loopback where they cannot."""
-    master = environ.get("MASTER_ADDR", "").strip()
-    targets: list[Candidate] = []
-    if master:
-        try:
-            targets = _lookup(master, _PROBE_PORT)
-        except (OSError, UnicodeError) as error:
-            _logger.info("MASTER_ADDR %s is skipped: %s", master, error)
-    routes = [(target, f"route to MASTER_ADDR {master}") for target in targets]
-    far_away = [ipaddress.ip_address(text) for text in _FAR_AWAY]
-    routes += [((_family(ip), _sockaddr(ip, _PROBE_PORT)), "default route") for ip in far_away]
-    for (family, sockaddr), why in routes:
-        try:
-            # A UDP connect asks the system for the route, and sends nothing.
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(sockaddr)
-                text = _ip_of(probe.getsockname())
-        except OSError:
-            continue
-        if not _is_loopback(text):
-            return Address(text, family, why)
-    text = "::1" if _can_bind("::1") and not _can_bind("127.0.0.1") else "127.0.0.1"
-    others = _others()
-    # A master that could not be looked up is not this machine, as far as anybody can tell.
-    if others or (master and not (targets and all(_is_loopback(sockaddr[0]) for _, sockaddr in targets))):
-        _logger.warning(
-            "no route leads out of this machine, so %s is advertised, which no other machine can reach: set "
-            "FTLITE_INTERFACE, or give interface= or host= (other addresses here: %s)",
-            text,
-            ", ".join(others) or "none",
-        )
-    return Address(text, _family(ipaddress.ip_address(text)), "loopback: no route leads out of this machine")
-
-
-def _others() -> list[str]:
-    """The best address of each interface but loopback."""
-    return [ips[0] for ips in interface_addresses().values() if ips and not _is_loopback(ips[0])]
-
-
-def _can_bind(text: str) -> bool:
-    """Whether ``text`` is an address of this machine now."""
-    ip = ipaddress.ip_address(text)
-    try:
-        with socket.socket(_family(ip), socket.SOCK_DGRAM) as probe:
-            probe.bind(_sockaddr(ip, 0))
-    except OSError:
-        return False
-    return True
-
-
-def _up_interfaces(names: Iterable[str]) -> dict[str, list[str]]:
-    """Those of ``names`` that are up, each with its primary IPv4 address if it has one. Linux only."""
-    up: dict[str, list[str]] = {}
-    if sys.platform != "linux":
-        return up
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for name in names:
-            request = struct.pack("40s", os.fsencode(name)[:15])  # struct ifreq; a name has 15 bytes and a NUL
-            try:
-                (flags,) = struct.unpack_from("H", fcntl.ioctl(control, _SIOCGIFFLAGS, request), 16)
-                if flags & _IFF_UP:
-                    up[name] = []
-                    up[name].append(socket.inet_ntoa(fcntl.ioctl(control, _SIOCGIFADDR, request)[20:24]))
-            except OSError:  # it has no IPv4 address, or went away
-                continue
-    return up
-
-
-def _parse_if_inet6(text: str) -> dict[str, list[str]]:
-    """Read /proc/net/if_inet6: interface to addresses, global before link-local, lasting before passing ones."""
-    ranked: dict[str, list[tuple[bool, bool, str]]] = {}
-    for fields in map(str.split, text.splitlines()):
-        if len(fields) != 6:
-            continue
-        digits, scope, flags, name = fields[0], int(fields[3], 16), int(fields[4], 16), fields[5]
-        # Not yet, or never, proved unique on its link: it cannot be bound. (An optimistic one can.)
-        if flags & _DADFAILED or (flags & _TENTATIVE and not flags & _OPTIMISTIC):
-            continue
-        link_local = scope == _SCOPE_LINK
-        ip = _with_zone(str(ipaddress.IPv6Address(bytes.fromhex(digits))), name if link_local else "")
-        ranked.setdefault(name, []).append((link_local, bool(flags & (_DEPRECATED | _TEMPORARY)), ip))
-    return {name: [ip for _, _, ip in sorted(found, key=lambda each: each[:2])] for name, found in ranked.items()}
-
-
-def _numeric(host: str) -> _IP | None:
+def numeric_ip(host: str) -> _IP | None:
+    """The address that ``host`` is in digits, or None where it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
 
 
-def _family(ip: _IP) -> int:
+def family_of(ip: _IP) -> int:
     return int(socket.AF_INET if ip.version == 4 else socket.AF_INET6)
 
 
-def _with_zone(ip: str, zone: str) -> str:
+def with_zone(ip: str, zone: str) -> str:
     return f"{ip}%{zone}" if zone else ip
 
 
-def _is_loopback(text: str) -> bool:
-    ip = ipaddress.ip_address(text)
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None  # only 3.13 looks through it
-    return ip.is_loopback if mapped is None else mapped.is_loopback
-
-
-def _sockaddr(ip: _IP, port: int) -> tuple[Any, ...]:
+def sockaddr_of(ip: _IP, port: int) -> tuple[Any, ...]:
     """What bind and connect take. They drop a zone from the text, so it becomes a number here.
 
     Raises:
@@ -464,17 +227,17 @@ def _sockaddr(ip: _IP, port: int) -> tuple[Any, ...]:
     return str(ip).partition("%")[0], port, 0, index
 
 
-def _ip_of(sockaddr: tuple[Any, ...]) -> str:
+def ip_of(sockaddr: tuple[Any, ...]) -> str:
     """The address of a sockaddr, with its zone, by name where that is known."""
     if len(sockaddr) < 4 or not sockaddr[3] or "%" in sockaddr[0]:
         return str(sockaddr[0])
     try:
-        return _with_zone(sockaddr[0], socket.if_indextoname(sockaddr[3]))
+        return with_zone(sockaddr[0], socket.if_indextoname(sockaddr[3]))
     except OSError:
-        return _with_zone(sockaddr[0], str(sockaddr[3]))
+        return with_zone(sockaddr[0], str(sockaddr[3]))
 
 
-def _lookup(host: str, port: int) -> list[Candidate]:
+def lookup_once(host: str, port: int) -> list[Candidate]:
     """Ask getaddrinfo once. Raises OSError where there is no address, UnicodeError where it is no name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     candidates = [
@@ -485,6 +248,9 @@ def _lookup(host: str, port: int) -> list[Candidate]:
     if not candidates:
         raise socket.gaierror(socket.EAI_NONAME, "the name has no IPv4 or IPv6 address")
     return list(dict.fromkeys(candidates))
+
+
+# --- one try each ----------------------------------------------------------------------------------------
 
 
 def _checked_ports(ports: int | range) -> Sequence[int]:

@@ -175,7 +175,9 @@ class Crew:
             if received is None:
                 raise ChildDied(f"the {sender.name} (pid {sender.pid}) {sender.fate()}, while {event!r} was waited for")
             if received.get("event") == "failed":
-                raise RemoteFailure(f"the {sender.name} (pid {sender.pid}) failed:\n{received.get('traceback')}")
+                raise RemoteFailure(
+                    f"the {sender.name} (pid {sender.pid}) failed:\n{str(received.get('traceback')).rstrip()}"
+                )
             if received.get("event") != "progress":
                 sender.waiting.append(received)
             elif self._on_progress:

@@ -136,7 +136,7 @@ def _summary(figures: dict[str, Any]) -> list[str]:
     size, many = figures["state_bytes"], figures["readers"] > 1
     each = f", {figures['readers']} receivers at once, for each" if many else ""
     first_s, median_s = figures["first_s"], figures["median_s"]
-    where = f"{figures['runs']} runs" + (f" of {figures['readers']} receivers" if many else "")
+    where = _count(figures["runs"], "run") + (f" of {figures['readers']} receivers" if many else "")
     lines = [f"verified: {figures['tensors']} tensors, {in_bytes(size)}, bit for bit, in {where}"]
     first, median = f"{first_s:.4f} s ({rate(size, first_s)})", f"{median_s:.4f} s ({rate(size, median_s)})"
     lines.append(f"first heal {first}, median {median}{each}")
@@ -148,7 +148,9 @@ def _summary(figures: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"receiver peak +{in_bytes(grown)}, {grown / size:.3f} of the state (into fresh memory)")
     if figures["donor_peak_growth_bytes"] is not None:
-        lines.append(f"donor peak +{in_bytes(figures['donor_peak_growth_bytes'])} with {figures['readers']} readers")
+        lines.append(
+            f"donor peak +{in_bytes(figures['donor_peak_growth_bytes'])} with {_count(figures['readers'], 'reader')}"
+        )
     return lines
 
 
@@ -178,6 +180,10 @@ def _command_line(args: argparse.Namespace) -> list[str]:
     ]
     line += ["--runs", str(args.runs), "--readers", str(args.readers), "--timeout", str(args.timeout)]
     return line + (["--inplace"] if args.inplace else [])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _largest(values: list[int | None]) -> int | None:

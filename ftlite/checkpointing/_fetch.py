@@ -17,6 +17,7 @@ from .._errors import FtliteError, IncompleteTransfer, IntegrityError, NotServin
 from ._client import CHANGED, Broken, Later, Link, lost
 from ._crew import TICK_S, Crew
 from ._device import pinned
+from ._interval import Interval
 from ._layout import FlatSpace
 from ._manifest import Manifest
 from ._memory import view_of
@@ -165,39 +166,39 @@ class _Sinks:
     def buffer(self, extent: int, at: int, stop: int) -> memoryview:
         """Memory for the bytes of ``extent`` from ``at`` on, at most to ``stop``."""
         n = min(stop - at, BLOCK_BYTES)
-        if extent < self._flat.large:
-            for interval in self._intervals[extent]:
-                if at < interval.end:
-                    if interval.host is not None:
-                        host: memoryview = interval.host[at - interval.start :][:n]
-                        return host
-                    return self._scratch_for(interval.owner.device)[: min(n, interval.end - at)]
-        return self._scratch_for(torch.device("cpu"))[:n]
+        if extent >= self._flat.large:
+            return self._scratch_for(torch.device("cpu"))[:n]
+        interval = self._interval(extent, at)
+        n = min(n, interval.end - at)
+        return interval.host_view(at, n) if interval.on_host else self._scratch_for(interval.owner.device)[:n]
 
     def commit(self, extent: int, at: int, n: int) -> None:
         """Move what went to the buffer to where it belongs."""
-        if extent < self._flat.large:
-            for interval in self._intervals[extent]:
-                if (
-                    interval.start <= at < interval.end
-                    and interval.device_bytes is not None
-                    and self._scratch is not None
-                ):
-                    interval.device_bytes[at - interval.start :][:n].copy_(self._scratch[:n])
+        scratch = self._scratch
+        if scratch is None:
             return
-        taken = 0
+        if extent < self._flat.large:
+            interval = self._interval(extent, at)
+            if not interval.on_host:
+                interval.write(at, scratch, 0, n)
+            return
+        filled = 0
         for region, start, end in self._flat.small_pieces(at, at + n):
-            for interval in self._intervals[region]:
-                low, high = max(start, interval.start), min(end, interval.end)
-                if low >= high:
-                    continue
-                source = self._view[taken + low - start : taken + high - start]
-                if interval.host is not None:
-                    interval.host[low - interval.start : high - interval.start] = source
-                elif interval.device_bytes is not None and self._scratch is not None:
-                    part = self._scratch[taken + low - start : taken + high - start]
-                    interval.device_bytes[low - interval.start : high - interval.start].copy_(part)
-            taken += end - start
+            target = self._intervals[region]
+            while target is not None:
+                low, high = max(start, target.start), min(end, target.end)
+                if low < high:
+                    target.write(low, scratch, filled + low - start, filled + high - start)
+                target = target.next
+            filled += end - start
+
+    def _interval(self, region: int, at: int) -> Interval:
+        interval = self._intervals[region]
+        while interval is not None and at >= interval.end:
+            interval = interval.next
+        if interval is None:
+            raise IntegrityError(f"byte {at} of region {region} has no place here")  # the plan covers every region
+        return interval
 
     def _scratch_for(self, device: torch.device) -> memoryview:
         if self._scratch is None or (device.type != "cpu" and not self._scratch.is_pinned()):

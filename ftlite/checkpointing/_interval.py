@@ -3,30 +3,40 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from ._memory import byte_tensor, offset_bytes, view_at
 
 
 class Interval:
-    """Bytes ``start`` to ``end`` of a region, and where they go: ``host`` memory, or ``device_bytes`` (uint8)."""
+    """Bytes ``start`` to ``end`` of a region go to the memory of ``owner``, a tensor without gaps, from its begin on.
 
-    __slots__ = ("device_bytes", "end", "host", "owner", "start")
+    ``next`` is the interval that follows in the same region, if any. ``address`` is that of the memory.
+    """
+
+    __slots__ = ("address", "end", "next", "on_host", "owner", "start")
 
     def __init__(self, start: int, end: int, owner: torch.Tensor) -> None:
-        """``owner`` is a tensor without gaps whose memory begins where the bytes go."""
         self.start = start
         self.end = end
         self.owner = owner
-        self.host: memoryview | None = None
-        self.device_bytes: torch.Tensor | None = None
-        if owner.device.type == "cpu":
-            self.host = view_at(owner.data_ptr(), end - start)
-        else:
-            self.device_bytes = byte_tensor(owner, offset_bytes(owner), end - start)
+        self.on_host = owner.device.type == "cpu"
+        self.address = owner.data_ptr()
+        self.next: Interval | None = None
+
+    def host_view(self, at: int, nbytes: int) -> memoryview:
+        """The host memory for ``nbytes`` bytes from ``at`` of the region on; as good as long as the owner."""
+        return view_at(self.address + at - self.start, nbytes)
 
     def memory(self) -> torch.Tensor:
-        """Where the bytes go, as a uint8 tensor."""
-        if self.device_bytes is not None:
-            return self.device_bytes
+        """All of the memory, as a uint8 tensor."""
         return byte_tensor(self.owner, offset_bytes(self.owner), self.end - self.start)
+
+    def write(self, at: int, buffer: torch.Tensor, low: int, high: int) -> None:
+        """Copy bytes ``low`` to ``high`` of ``buffer`` (uint8, on the host) to byte ``at`` of the region."""
+        if self.on_host:
+            ctypes.memmove(self.address + at - self.start, buffer.data_ptr() + low, high - low)
+        else:
+            self.memory()[at - self.start :][: high - low].copy_(buffer[low:high])

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 # A region up to this size goes through a staging buffer with its neighbours: a copy of 256 KB that is in the
 # cache costs about as much as the separate receive and sum that it saves.
@@ -33,8 +33,7 @@ MAX_CHUNK_BYTES = 64 << 20
 CHUNKS_WANTED = 32
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A strided view of a storage: ``start`` in bytes, ``shape`` and ``stride`` in elements."""
 
     storage: Hashable
@@ -44,8 +43,7 @@ class View:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """``nbytes`` of memory. ``lead`` bytes go before it where it is laid out anew, to keep alignment.
 
     ``view`` is the index of the view whose elements a packed region holds, in the order of
@@ -59,16 +57,14 @@ class Region:
     view: int | None
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a view begins: ``offset`` bytes into region ``region`` (-1: the view has no elements)."""
 
     region: int
     offset: int
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """``regions`` in flat order, the first ``large`` of them extents of their own; ``places`` one per view."""
 
     regions: list[Region]
@@ -107,12 +103,12 @@ def packed_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a view touches every element of its span, expanded dimensions counted once."""
-    step = 1
-    for size, by in sorted(zip(shape, stride), key=lambda pair: pair[1]):
-        if size > 1 and by:
-            if by != step:
+    expected = 1
+    for size, step in sorted(zip(shape, stride), key=lambda pair: pair[1]):
+        if size > 1 and step:
+            if step != expected:
                 return False
-            step *= size
+            expected *= size
     return True
 
 
@@ -124,8 +120,14 @@ def packed_bytes(view: View) -> int:
 def lay_out(views: Sequence[View]) -> Layout:
     """Find the regions of ``views`` and the place of every view in them."""
     by_storage: dict[Hashable, list[tuple[int, int, int]]] = {}
+    spans: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # most views share few shapes
+    dense: dict[Any, bool] = {}
     for index, view in enumerate(views):
-        nbytes = span(view.shape, view.stride) * view.itemsize
+        kind = (view.shape, view.stride)
+        elements = spans.get(kind)
+        if elements is None:
+            elements = spans[kind] = span(*kind)
+        nbytes = elements * view.itemsize
         if nbytes:
             by_storage.setdefault(view.storage, []).append((view.start, view.start + nbytes, index))
     found: list[tuple[Region, list[int]]] = []
@@ -135,11 +137,11 @@ def lay_out(views: Sequence[View]) -> Layout:
         end = parts[0][1]
         for part in parts[1:]:
             if part[0] > end:
-                found.append(_region(views, group, end))
+                found.append(_region(views, group, end, dense))
                 group = []
             group.append(part)
             end = max(end, part[1])
-        found.append(_region(views, group, end))
+        found.append(_region(views, group, end, dense))
     large = [pair for pair in found if pair[0].nbytes > SMALL_BYTES]
     small = sorted((pair for pair in found if pair[0].nbytes <= SMALL_BYTES), key=lambda pair: pair[0].nbytes)
     places = [Place(-1, 0)] * len(views)
@@ -149,12 +151,24 @@ def lay_out(views: Sequence[View]) -> Layout:
     return Layout([region for region, _ in large + small], len(large), places)
 
 
-def _region(views: Sequence[View], group: list[tuple[int, int, int]], end: int) -> tuple[Region, list[int]]:
+def _region(
+    views: Sequence[View], group: list[tuple[int, int, int]], end: int, dense: dict[Any, bool]
+) -> tuple[Region, list[int]]:
     members = [index for _, _, index in group]
     first = views[members[0]]
-    if not is_dense(first.shape, first.stride) and all(views[i] == first for i in members):
+    kind = (first.shape, first.stride)
+    if kind not in dense:
+        dense[kind] = is_dense(*kind)
+    if not dense[kind] and all(views[i] == first for i in members):
         return Region(first.storage, first.start, packed_bytes(first), 0, members[0]), members
     start = group[0][0]
+    # a view that overlaps itself (a sliding window) would grow if its elements were laid side by side
+    if (
+        not is_dense(first.shape, first.stride)
+        and all(views[i] == first for i in members)
+        and (nbytes := packed_bytes(first)) < end - start
+    ):
+        return Region(first.storage, start, nbytes, 0, members[0]), members
     return Region(first.storage, start, end - start, start % ALIGNMENT, None), members
 
 

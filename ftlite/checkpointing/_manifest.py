@@ -65,17 +65,28 @@ class Record(NamedTuple):
 
 @dataclass
 class Manifest:
-    """All that a receiver has to know before the first byte of state."""
+    """All that a receiver has to know before the first byte of state.
+
+    Tensor n is ``regions[n]``, ``offsets[n]``, ``specs[n]`` (see ``Record``): columns, since a heal that is over in a
+    tenth of a second would spend two more in Python's cycle collector if each tensor were some objects more.
+    """
 
     step: int
     tree: Any
-    records: list[Record]
+    regions: list[int]
+    offsets: list[int]
+    specs: list[Spec]
     sizes: list[int]
     large: int
+    dtensors: dict[int, dict[str, Any]] = field(default_factory=dict)
     leads: dict[int, int] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
     torch_version: str = str(torch.__version__)
+
+    def record(self, number: int) -> Record:
+        """Tensor ``number``."""
+        return Record(self.regions[number], self.offsets[number], self.specs[number], self.dtensors.get(number))
 
     def flat(self) -> FlatSpace:
         """The flat byte space of the regions."""
@@ -83,14 +94,14 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The document."""
-        specs = list({id(r.spec): r.spec for r in self.records}.values())
+        specs = list({id(spec): spec for spec in self.specs}.values())
         numbers = {id(spec): i for i, spec in enumerate(specs)}
         document = {
             "protocol": PROTOCOL, "step": self.step, "torch": self.torch_version, "byteorder": sys.byteorder,
             "tree": self.tree, "sizes": self.sizes, "large": self.large,
             "specs": [[str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.flags] for s in specs],
-            "records": [[r.region, r.offset, numbers[id(r.spec)]] for r in self.records],
-            "dtensors": [[i, r.dtensor] for i, r in enumerate(self.records) if r.dtensor is not None],
+            "regions": [region + 1 for region in self.regions], "offsets": self.offsets,
+            "kinds": [numbers[id(spec)] for spec in self.specs], "dtensors": list(self.dtensors.items()),
             "leads": list(self.leads.items()), "ends": self.ends, "sums": self.sums,
         }  # fmt: skip
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -150,20 +161,21 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     ends, sums = _ints(fields["ends"]), _ints(fields["sums"], 1 << 32)
     _expect(len(ends) == len(sums) and ends == sorted(set(ends)) and 0 not in ends, "ends")
     _expect((ends[-1] if ends else 0) == sum(sizes), "chunks that do not cover the state")
-    specs = [_spec(row) for row in fields["specs"]]
-    dtensors = dict(fields["dtensors"])
-    _expect(all(type(whole) is dict for whole in dtensors.values()), "dtensors")
-    records = []
-    for number, row in enumerate(fields["records"]):
-        region, offset, kind = row
-        # -1 is a place as well, and a number of specs from the end is one of ours as little as a float
-        _expect(type(region) is type(offset) is type(kind) is int and kind >= 0 and offset >= 0, "a record")
-        spec = specs[kind]
-        _check_place(region, offset, spec, sizes, leads)
-        records.append(Record(region, offset, spec, dtensors.get(number)))
-    return Manifest(
-        fields["step"], fields["tree"], records, sizes, large, leads, ends, sums, torch_version=fields["torch"][:40]
+    kinds = [_spec(row) for row in fields["specs"]]
+    regions = [region - 1 for region in _ints(fields["regions"], len(sizes) + 1)]
+    offsets = _ints(fields["offsets"])
+    specs = [kinds[kind] for kind in _ints(fields["kinds"], len(kinds))]
+    _expect(len(regions) == len(offsets) == len(specs), "columns of unequal length")
+    _check_places(regions, offsets, specs, sizes, leads)
+    dtensors = {}
+    for number, whole in fields["dtensors"]:
+        _expect(type(number) is int and type(whole) is dict, "dtensors")
+        dtensors[number] = whole
+    manifest = Manifest(
+        fields["step"], fields["tree"], regions, offsets, specs, sizes, large, dtensors, leads, ends, sums
     )
+    manifest.torch_version = fields["torch"][:40]
+    return manifest
 
 
 def _spec(row: Any) -> Spec:
@@ -173,13 +185,17 @@ def _spec(row: Any) -> Spec:
     return Spec(_tree.dtype_of(name), shape, stride, flags)
 
 
-def _check_place(region: int, offset: int, spec: Spec, sizes: list[int], leads: dict[int, int]) -> None:
-    if spec.wire_bytes == 0:
-        _expect(region == -1 and offset == 0, "an empty tensor with a place")
-        return
-    _expect(0 <= region < len(sizes) and offset + spec.wire_bytes <= sizes[region], "a tensor outside of its region")
-    _expect((offset + leads.get(region, 0)) % spec.dtype.itemsize == 0, "a tensor that is not aligned")
-    _expect(not spec.flags & PACKED or offset == 0, "a packed tensor with an offset")
+def _check_places(
+    regions: list[int], offsets: list[int], specs: list[Spec], sizes: list[int], leads: dict[int, int]
+) -> None:
+    for region, offset, spec in zip(regions, offsets, specs):
+        if region < 0 or spec.wire_bytes == 0:
+            _expect(region < 0 and offset == 0 and spec.wire_bytes == 0, "an empty tensor with a place")
+            continue
+        _expect(offset + spec.wire_bytes <= sizes[region], "a tensor outside of its region")
+        if offset or leads:
+            _expect((offset + leads.get(region, 0)) % spec.dtype.itemsize == 0, "a tensor that is not aligned")
+            _expect(not offset or not spec.flags & PACKED, "a packed tensor with an offset")
 
 
 def with_bits(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:

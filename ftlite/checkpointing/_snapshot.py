@@ -8,9 +8,10 @@ After that any number of threads may call ``blocks``; a snapshot is never change
 
 from __future__ import annotations
 
+import ctypes
 import io
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,10 @@ from ._manifest import (
     PARAMETER,
     REQUIRES_GRAD,
     Manifest,
-    Record,
     Spec,
     with_bits,
 )
-from ._memory import byte_tensor, offset_bytes, tensor_in, view_of
+from ._memory import byte_tensor, offset_bytes, tensor_in, view_at
 
 # Optimizer steps, BatchNorm statistics, counters, RNG states: what a forward or a scheduler changes is small.
 SNAPSHOT_BYTES = 32 << 20
@@ -144,31 +144,38 @@ def describe(state: Any, step: int, weights_only: bool) -> tuple[Manifest, Layou
         key = (t.device, storage.data_ptr())
         views.append(View(key, offset_bytes(t), size, tuple(t.shape), t.stride()))
     layout = lay_out(views)
-    records = []
-    specs: dict[tuple[Any, ...], Spec] = {}
+    kinds: dict[tuple[Any, ...], Spec] = {}
+    specs = []
     for leaf, place in zip(collector.leaves, layout.places):
         t, flags = leaf.tensor, leaf.flags
         if place.region >= 0 and layout.regions[place.region].view is not None:
             flags |= PACKED
         kind = (t.dtype, tuple(t.shape), t.stride(), flags)
-        spec = specs.get(kind)
+        spec = kinds.get(kind)
         if spec is None:
-            spec = specs[kind] = Spec(*kind)
-        records.append(Record(place.region, place.offset, spec, leaf.dtensor))
-    leads = {i: region.lead for i, region in enumerate(layout.regions) if region.lead}
-    sizes = [region.nbytes for region in layout.regions]
-    return Manifest(step, tree, records, sizes, layout.large, leads), layout, collector.leaves
+            spec = kinds[kind] = Spec(*kind)
+        specs.append(spec)
+    manifest = Manifest(
+        step,
+        tree,
+        [place.region for place in layout.places],
+        [place.offset for place in layout.places],
+        specs,
+        [region.nbytes for region in layout.regions],
+        layout.large,
+        dtensors={i: leaf.dtensor for i, leaf in enumerate(collector.leaves) if leaf.dtensor is not None},
+        leads={i: region.lead for i, region in enumerate(layout.regions) if region.lead},
+    )
+    return manifest, layout, collector.leaves
 
 
-class _Part:
-    """Host memory that is served, uint8, from ``start`` of its extent."""
+class _Part(NamedTuple):
+    """Host memory that is served: ``nbytes`` at ``address``, from ``start`` of its extent; good as long as ``owner``."""
 
-    __slots__ = ("host", "start", "view")
-
-    def __init__(self, start: int, host: torch.Tensor) -> None:
-        self.start = start
-        self.host = host  # the view does not keep the memory alive
-        self.view = view_of(host)
+    start: int
+    nbytes: int
+    address: int
+    owner: torch.Tensor
 
 
 class Snapshot:
@@ -200,20 +207,24 @@ class Snapshot:
         """The state as one object, on the host, with the values of publish where those were copied."""
         return _tree.build(self.manifest.tree, self._leaf_of_whole, self._state)
 
-    def copy_to(self, targets: list[list[Interval]]) -> None:
+    def copy_to(self, targets: Sequence[Interval | None]) -> None:
         """Copy every region to its intervals, as a transfer would."""
-        for part, intervals in zip(self._parts, targets, strict=True):
-            for interval in intervals:
-                interval.memory().copy_(part.host[interval.start : interval.end])
+        for part, interval in zip(self._parts, targets):
+            host = torch.frombuffer(view_at(part.address, part.nbytes), dtype=torch.uint8)
+            while interval is not None:
+                interval.write(interval.start, host, interval.start, interval.end)
+                interval = interval.next
 
     def _leaf_of_whole(self, tag: str, number: int) -> Any:
-        record, leaf = self.manifest.records[number], self._leaves[number]
+        record, leaf = self.manifest.record(number), self._leaves[number]
         if tag == "p" or record.dtensor is not None or record.region not in self._copied:
             return leaf.obj
         spec, part = record.spec, self._parts[record.region]
-        own = part.host.clone() if record.region >= self.flat.large else part.host  # small ones are not aligned
-        offset = offset_bytes(own) + record.offset
-        tensor = tensor_in(own.untyped_storage(), spec.dtype, offset, spec.shape, spec.wire_stride)
+        if record.region < self.flat.large:
+            own = part.owner
+        else:  # in the arena, where small regions are not aligned
+            own = torch.frombuffer(bytearray(view_at(part.address, part.nbytes)), dtype=torch.uint8)
+        tensor = tensor_in(own.untyped_storage(), spec.dtype, record.offset, spec.shape, spec.wire_stride)
         tensor = with_bits(tensor, spec)
         if spec.flags & PARAMETER:
             return torch.nn.Parameter(tensor, requires_grad=bool(spec.flags & REQUIRES_GRAD))
@@ -229,7 +240,7 @@ class Snapshot:
             while at < stop:
                 n = min(stop - at, BLOCK_BYTES)
                 if extent < self.flat.large:
-                    view = self._parts[extent].view[at : at + n]
+                    view = view_at(self._parts[extent].address + at, n)
                 else:
                     if scratch is None:
                         scratch = memoryview(bytearray(min(BLOCK_BYTES, stop - at)))
@@ -240,14 +251,15 @@ class Snapshot:
     def _gather(self, at: int, n: int, scratch: memoryview) -> memoryview:
         number = bisect_right(self._small_starts, at) - 1
         part = self._small[number]
-        if at + n <= part.start + len(part.view):
-            return part.view[at - part.start : at - part.start + n]
+        if at + n <= part.start + part.nbytes:
+            return view_at(part.address + at - part.start, n)
         filled = 0
         while filled < n:
             part = self._small[number]
-            piece = part.view[at + filled - part.start :][: n - filled]
-            scratch[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            skipped = at + filled - part.start
+            taken = min(part.nbytes - skipped, n - filled)
+            scratch[filled : filled + taken] = view_at(part.address + skipped, taken)
+            filled += taken
             number += 1
         return scratch[:n]
 
@@ -279,22 +291,25 @@ def publish(
     tensors = [leaf.tensor for leaf in leaves]
     owners = _owners(manifest)
     copied = _choose_copied(layout, tensors, owners, snapshot)
-    small_copied = [i for i in copied if i >= layout.large]
-    arena = torch.empty(sum(manifest.sizes[i] for i in small_copied), dtype=torch.uint8)
+    arena = torch.empty(sum(manifest.sizes[i] for i in copied if i >= layout.large), dtype=torch.uint8)
+    arena_address = arena.data_ptr()
     parts: list[_Part] = []
-    arena_at = small_at = 0
+    start = 0
     for number, region in enumerate(layout.regions):
         small = number >= layout.large
-        source = _source(tensors[owners[number]], layout, number)
-        host = source
-        if number in copied:
-            host = (
-                arena[arena_at : arena_at + region.nbytes] if small else torch.empty(region.nbytes, dtype=torch.uint8)
-            )
-            stage.copy(host, source)
-            arena_at += region.nbytes if small else 0
-        parts.append(_Part(small_at if small else 0, host))
-        small_at += region.nbytes if small else 0
+        part = _place(tensors[owners[number]], layout, number, start if small else 0)
+        if number in copied and small:
+            target = _Part(start, region.nbytes, arena_address, arena)
+            arena_address += region.nbytes
+            _copy(part, target, stage)
+            part = target
+        elif number in copied:
+            host = torch.empty(region.nbytes, dtype=torch.uint8)
+            target = _Part(0, region.nbytes, host.data_ptr(), host)
+            _copy(part, target, stage)
+            part = target
+        parts.append(part)
+        start += region.nbytes if small else 0
     stage.finish()
     return Snapshot(state, manifest, leaves, parts, copied)
 
@@ -302,9 +317,9 @@ def publish(
 def _owners(manifest: Manifest) -> list[int]:
     """For every region one of the tensors that lie in it."""
     owners = [-1] * len(manifest.sizes)
-    for index, record in enumerate(manifest.records):
-        if record.region >= 0 and owners[record.region] < 0:
-            owners[record.region] = index
+    for index, region in enumerate(manifest.regions):
+        if region >= 0 and owners[region] < 0:
+            owners[region] = index
     return owners
 
 
@@ -322,25 +337,40 @@ def _choose_copied(layout: Layout, tensors: list[torch.Tensor], owners: list[int
     return copied
 
 
-def _source(tensor: torch.Tensor, layout: Layout, number: int) -> torch.Tensor:
-    """The bytes of region ``number`` as a uint8 tensor, on the device where they are."""
+def _place(tensor: torch.Tensor, layout: Layout, number: int, start: int) -> _Part:
+    """Where the bytes of region ``number`` are now, on whichever device."""
     region = layout.regions[number]
     if region.view is None:
-        return byte_tensor(tensor, region.start, region.nbytes)
+        return _Part(start, region.nbytes, tensor.untyped_storage().data_ptr() + region.start, tensor)
     stride = tensor.stride()
     shape = tuple(1 if step == 0 else size for size, step in zip(tensor.shape, stride))
     raw = tensor_in(tensor.untyped_storage(), tensor.dtype, offset_bytes(tensor), shape, stride)
     packed = torch.empty_strided(shape, packed_stride(shape, stride), dtype=raw.dtype, device=raw.device).copy_(raw)
-    return byte_tensor(packed, 0, region.nbytes)
+    return _Part(start, region.nbytes, packed.data_ptr(), packed)
+
+
+def _copy(part: _Part, target: _Part, stage: HostStage) -> None:
+    """Copy ``part`` to ``target``, on the host; from a device by way of ``stage``."""
+    if part.owner.device.type == "cpu":
+        ctypes.memmove(target.address, part.address, part.nbytes)
+        return
+    base = part.owner.untyped_storage().data_ptr()
+    source = byte_tensor(part.owner, part.address - base, part.nbytes)
+    stage.copy(byte_tensor(target.owner, target.address - target.owner.data_ptr(), target.nbytes), source)
 
 
 def _joined(parts: list[_Part]) -> list[_Part]:
-    """Small parts that lie side by side in memory as in the flat space, joined: all of them, for most states."""
+    """Small parts that lie side by side in memory as in the flat space, joined: all of them, for most states.
+
+    The owners are kept by the parts that were joined.
+    """
     out: list[_Part] = []
+    run_start = run_bytes = run_address = 0
     for part in parts:
-        if out and out[-1].host.data_ptr() + out[-1].host.numel() == part.host.data_ptr():
-            before = out.pop()
-            together = byte_tensor(before.host, offset_bytes(before.host), before.host.numel() + part.host.numel())
-            part = _Part(before.start, together)
+        if out and run_address + run_bytes == part.address:
+            run_bytes += part.nbytes
+            out[-1] = _Part(run_start, run_bytes, run_address, part.owner)
+            continue
+        run_start, run_bytes, run_address = part.start, part.nbytes, part.address
         out.append(part)
     return out

@@ -57,7 +57,7 @@ class HttpBenchTest(GuardedTestCase):
             "transferring state_dict to CPU",
             "fetching checkpoint",
             "GB/s",
-            "verified: 80 tensors, 8 MB, bit for bit, in 1 runs",
+            "verified: 80 tensors, 8 MB, bit for bit, in 1 run\n",
         ):
             self.assertIn(part, text)
 
