@@ -42,7 +42,7 @@ def _donor(link: Link, options: Options) -> None:
     state = {f"w{i}": tensor for i, tensor in enumerate(_tensors(options, device))}
     _synchronize(device)
     link.send("created", seconds=time.perf_counter() - start_s, torch=torch.__version__, **_sizes(state))
-    transport = HTTPTransport(
+    transport: HTTPTransport[State] = HTTPTransport(
         options["timeout_s"], options["num_chunks"], host="127.0.0.1", max_readers=options["max_readers"]
     )
     try:
@@ -63,7 +63,7 @@ def _receiver(link: Link, options: Options) -> None:
     own: State | None = None
     if options["inplace"]:
         own = {f"w{i}": torch.full_like(tensor, _WRONG) for i, tensor in enumerate(_tensors(options, device))}
-    transport = HTTPTransport(
+    transport: HTTPTransport[State] = HTTPTransport(
         options["timeout_s"],
         options["num_chunks"],
         state_dict=None if own is None else lambda: own,

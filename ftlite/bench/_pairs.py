@@ -64,8 +64,10 @@ def run(args: argparse.Namespace, line: list[str]) -> int:
         return 0
     for name in names:
         side = figures[name]
-        print(f"{name:8s} torch {side['torch']}: first heal {side['first_s']:.4f} s, median {side['median_s']:.4f} s")
-    for what in ("first", "median"):
+        median = f", median {side['median_s']:.4f} s" if args.runs > 1 else ""
+        print(f"{name:8s} torch {side['torch']}: first heal {side['first_s']:.4f} s{median}")
+    # of a single run both are the same
+    for what in ("first", "median") if args.runs > 1 else ("first",):
         low, high = figures[f"{what}_spread"]
         print(
             f"speed of {names[1]} over {names[0]}, {what} heal: {figures[f'{what}_ratio']:.2f} "

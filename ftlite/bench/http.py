@@ -137,9 +137,9 @@ def _summary(figures: dict[str, Any]) -> list[str]:
     each = f", {figures['readers']} receivers at once, for each" if many else ""
     first_s, median_s = figures["first_s"], figures["median_s"]
     where = _count(figures["runs"], "run") + (f" of {figures['readers']} receivers" if many else "")
-    lines = [f"verified: {figures['tensors']} tensors, {in_bytes(size)}, bit for bit, in {where}"]
+    lines = [f"verified: {_count(figures['tensors'], 'tensor')}, {in_bytes(size)}, bit for bit, in {where}"]
     first, median = f"{first_s:.4f} s ({rate(size, first_s)})", f"{median_s:.4f} s ({rate(size, median_s)})"
-    lines.append(f"first heal {first}, median {median}{each}")
+    lines.append(f"first heal {first}{f', median {median}' if figures['runs'] > 1 else ''}{each}")
     grown = figures["receiver_peak_growth_bytes"]
     if grown is None:
         lines.append("memory: this system does not tell a process's peak")

@@ -15,6 +15,7 @@ import contextlib
 import http.client
 import io
 import socket
+import sys
 from typing import Any
 
 from .. import _net
@@ -99,11 +100,10 @@ class Link:
             raise Broken(_said(e)) from e
         if response.status not in (200, 206):
             self._refused(response, step)
-        length = response.length
-        if length is None or response.status != (206 if start else 200):
+        if response.status != (206 if start else 200) or response.chunked:
             self.close()
-            raise IntegrityError(f"{self.donor.shown} answered without a length, or another range than was asked for")
-        return Answer(self, response, length)
+            raise IntegrityError(f"{self.donor.shown} answered in another form or range than was asked for")
+        return Answer(self, response)
 
     def close(self) -> None:
         """Close the connection; the next request makes a new one."""
@@ -152,14 +152,24 @@ class Link:
 
 
 class Answer(io.BufferedIOBase):
-    """The body of an answer: exactly ``length`` bytes, or Broken. A file that torch's loader can read."""
+    """The body of an answer: exactly ``length`` bytes, or Broken. A file that torch's loader can read.
 
-    def __init__(self, link: Link, response: http.client.HTTPResponse, length: int) -> None:
+    ``length`` is None where the donor does not say, and the body ends with the connection, as torchft's does;
+    ``most`` is what will be read at most, ``done`` how many bytes were.
+    """
+
+    def __init__(self, link: Link, response: http.client.HTTPResponse) -> None:
         self._link = link
         self._response = response
-        self.length = length
-        self.left = length
+        self.length: int | None = response.length
+        self.most = sys.maxsize if self.length is None else self.length
+        self.done = 0
         self.sums: RowSum | None = None
+
+    @property
+    def left(self) -> int:
+        """How many bytes are still to come, at most."""
+        return self.most - self.done
 
     def require_protocol(self) -> None:
         """
@@ -198,11 +208,12 @@ class Answer(io.BufferedIOBase):
             )
         try:
             while view:
-                n = self._response.readinto(view)
+                # one read of the socket at a time, so that what came before a break or a time-out is counted
+                n = self._response.fp.readinto1(view) if self._response.fp is not None else 0
                 if not n:
                     raise Broken("the donor closed the connection in the middle")
                 view = view[n:]
-                self.left -= n
+                self.done += n
         except (OSError, http.client.HTTPException) as e:
             self._link.close()
             raise Broken(_said(e)) from e
@@ -219,7 +230,11 @@ class Answer(io.BufferedIOBase):
 
     def read(self, n: int | None = -1, /) -> Any:
         """``n`` bytes, all that is left for -1; allocates no more than was announced."""
-        wanted = self.left if n is None or n < 0 else n
+        if n is None or n < 0:
+            if self.length is None:
+                return self._rest()
+            n = self.left
+        wanted = n
         if wanted > self.left:
             raise IntegrityError(
                 f"{self._link.donor.shown} sends a stream that asks for {wanted} bytes where {self.left} are left"
@@ -228,6 +243,24 @@ class Answer(io.BufferedIOBase):
         self.fill(memoryview(data))
         if self.sums is not None:
             self.sums.feed(unlocked(data))
+        return data
+
+    def _rest(self) -> bytearray:
+        """What comes until the donor closes the connection."""
+        data = bytearray()
+        try:
+            while more := self._response.read(min(1 << 20, self.left + 1)):
+                data += more
+                self.done += len(more)
+                if self.left < 0:
+                    raise IntegrityError(
+                        f"{self._link.donor.shown} sends more than the {self.most} bytes that may come"
+                    )
+        except (OSError, http.client.HTTPException) as e:
+            self._link.close()
+            if isinstance(e, IntegrityError):
+                raise
+            raise Broken(_said(e)) from e
         return data
 
     def readline(self, size: int | None = -1, /) -> bytes:
@@ -248,4 +281,6 @@ def lost(donor: Donor, why: object, done: int, total: int) -> IncompleteTransfer
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"it was silent for {IDLE_S:g} s, the idle limit"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

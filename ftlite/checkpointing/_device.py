@@ -29,14 +29,16 @@ class _Slot:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.buffer = pinned(nbytes, device)
         self.used = 0
-        self.targets: list[tuple[int, torch.Tensor]] = []
+        # with their sources: the allocator may give memory of which nobody knows any more to the next tensor of the
+        # caller's stream, while a copy from it still waits on ours
+        self.targets: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.event: Any = None
 
     def drain(self) -> None:
         """Wait for the copies into the buffer and move them to where they belong."""
         if self.event is not None:
             self.event.synchronize()
-        for at, host in self.targets:
+        for at, host, _ in self.targets:
             host.copy_(self.buffer[at : at + host.numel()])
         self.used, self.targets, self.event = 0, [], None
 
@@ -59,7 +61,7 @@ class _Lane:
             n = min(source.numel() - at, slot.buffer.numel() - slot.used)
             with self.module.stream(self.stream):
                 slot.buffer[slot.used : slot.used + n].copy_(source[at : at + n], non_blocking=True)
-            slot.targets.append((slot.used, host[at : at + n]))
+            slot.targets.append((slot.used, host[at : at + n], source))
             slot.used += n
             at += n
             if slot.used == slot.buffer.numel():

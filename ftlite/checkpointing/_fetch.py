@@ -143,15 +143,19 @@ class Transfer:
         for extent, at, stop in self._flat.pieces(taken.at, taken.end):
             while at < stop:
                 view = sinks.buffer(extent, at, stop)
-                answer.fill(view)
-                taken.sums.feed(view)
-                sinks.commit(extent, at, len(view))
-                at += len(view)
-                if at == stop:
-                    taken.sums.restart()
-                taken.at += len(view)
-                with self._crew.changed:
-                    self._queue.advanced(taken)
+                before = answer.done
+                try:
+                    answer.fill(view)
+                finally:  # what came before a break counts, and is not asked for again
+                    n = answer.done - before
+                    taken.sums.feed(view[:n])
+                    sinks.commit(extent, at, n)
+                    at += n
+                    if at == stop:
+                        taken.sums.restart()
+                    taken.at += n
+                    with self._crew.changed:
+                        self._queue.advanced(taken)
 
 
 class _Sinks:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 from collections.abc import Callable
@@ -123,6 +124,7 @@ class ServingGate(Generic[S]):
         self._changed = threading.Condition()
         self._served: S | None = None
         self._cuts: dict[int, Callable[[], None]] = {}
+        self._closings = 0
 
     def stage(self, step: int) -> None:
         """A state of ``step`` is being prepared; readers who ask wait for it."""
@@ -168,14 +170,19 @@ class ServingGate(Generic[S]):
                 return 0  # whoever stages is on the thread that will publish or refuse
             self._gate.apply(Event.DRAIN)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._gate.readers, deadline.remaining_s())
+            number = self._closings
+            self._changed.wait_for(lambda: not self._gate.readers or self._closings != number, deadline.remaining_s())
+            if self._closings != number:
+                return 0  # another thread has closed it meanwhile, and who is in now reads what it published since
             late = len(self._gate.readers)
             for cut in list(self._cuts.values()):
-                cut()
+                with contextlib.suppress(OSError):  # a connection that is gone already
+                    cut()
             self._cuts.clear()
             self._gate.readers.clear()
-            if self._gate.state is State.DRAINING:
-                self._gate.apply(Event.CLOSE)
+            self._gate.apply(Event.CLOSE)
+            self._closings += 1
+            self._changed.notify_all()
             return late
 
     def drop(self) -> None:

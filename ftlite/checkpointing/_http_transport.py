@@ -17,7 +17,7 @@ import torch
 
 from .. import _interfaces, _net
 from .._deadline import Deadline, Timeout, seconds
-from .._errors import StateError
+from .._errors import LayoutError, StateError
 from . import _stream
 from ._client import Donor
 from ._device import HostStage
@@ -201,7 +201,7 @@ class HTTPTransport(CheckpointTransport[T]):
             acceptor, self._acceptor = self._acceptor, None
         if acceptor is None:
             return
-        self._server.shutdown()  # waits for one poll of the accepting thread
+        self._server.stop()
         self._server.server_close()
         self._server.cut_all(_SHUTDOWN_S if wait else 0.0)
         self._gate.close(Deadline(0.0))
@@ -215,7 +215,13 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._full_lock:
             if self._full is None or self._full[0] is not snapshot:
                 whole, meter = snapshot.whole(), _stream.Meter()
-                _stream.save(whole, meter)
+                try:
+                    _stream.save(whole, meter)
+                except Exception as e:  # whatever a state that torch cannot save makes it raise
+                    raise LayoutError(
+                        f"torch cannot write this state as one stream ({type(e).__name__}: {e!s:.200}); "
+                        "num_chunks=None at the receiver carries it"
+                    ) from e
                 self._full = (snapshot, meter.sums.nbytes, meter.sums.value(), whole)
             _, length, checksum, whole = self._full
         return length, checksum, lambda sink: _stream.save(whole, sink)

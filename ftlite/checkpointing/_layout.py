@@ -14,6 +14,7 @@ Pure: no tensor, no socket; integers in, integers out. What holds:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
@@ -117,6 +118,36 @@ def packed_bytes(view: View) -> int:
     return span(view.shape, packed_stride(view.shape, view.stride)) * view.itemsize
 
 
+def may_share(a: View, b: View) -> bool:
+    """Whether two views of one memory, whose spans overlap, may have a byte in common; false is certain.
+
+    A view is taken as runs that begin at multiples of a step, in every way that its dimensions allow: exact for
+    columns, blocks of columns, and every n-th row or element of one buffer.
+    """
+    return all(
+        _runs_meet(b.start - a.start, a_run, b_run, math.gcd(a_step, b_step))
+        for a_run, a_step in _runs(a)
+        for b_run, b_step in _runs(b)
+    )
+
+
+def _runs(view: View) -> Iterator[tuple[int, int]]:
+    """Pairs of the bytes that the innermost dimensions span and the common step of the others (0: there are none)."""
+    dims = sorted((step * view.itemsize, size) for size, step in zip(view.shape, view.stride) if size > 1 and step)
+    run = view.itemsize
+    for inner in range(len(dims) + 1):
+        yield run, math.gcd(*(step for step, _ in dims[inner:]))
+        if inner < len(dims):
+            step, size = dims[inner]
+            run += (size - 1) * step
+
+
+def _runs_meet(distance: int, a_run: int, b_run: int, step: int) -> bool:
+    if step == 0:
+        return -b_run < distance < a_run
+    return a_run > distance % step or distance % step + b_run > step
+
+
 def lay_out(views: Sequence[View]) -> Layout:
     """Find the regions of ``views`` and the place of every view in them."""
     by_storage: dict[Hashable, list[tuple[int, int, int]]] = {}
@@ -155,20 +186,14 @@ def _region(
     views: Sequence[View], group: list[tuple[int, int, int]], end: int, dense: dict[Any, bool]
 ) -> tuple[Region, list[int]]:
     members = [index for _, _, index in group]
-    first = views[members[0]]
+    first, start = views[members[0]], group[0][0]
     kind = (first.shape, first.stride)
     if kind not in dense:
         dense[kind] = is_dense(*kind)
     if not dense[kind] and all(views[i] == first for i in members):
-        return Region(first.storage, first.start, packed_bytes(first), 0, members[0]), members
-    start = group[0][0]
-    # a view that overlaps itself (a sliding window) would grow if its elements were laid side by side
-    if (
-        not is_dense(first.shape, first.stride)
-        and all(views[i] == first for i in members)
-        and (nbytes := packed_bytes(first)) < end - start
-    ):
-        return Region(first.storage, start, nbytes, 0, members[0]), members
+        nbytes = packed_bytes(first)
+        if nbytes < end - start:  # else it overlaps itself (a sliding window), and would grow
+            return Region(first.storage, start, nbytes, 0, members[0]), members
     return Region(first.storage, start, end - start, start % ALIGNMENT, None), members
 
 

@@ -22,6 +22,7 @@ class Twin(NamedTuple):
 
     own: torch.Tensor
     local: torch.Tensor
+    path: _tree.Path = None
 
 
 class Match:
@@ -106,7 +107,7 @@ class Match:
             if self.own[number] is None:
                 self.own[number], self.local[number] = own, local
             else:
-                self.twins.setdefault(number, []).append(Twin(own, local))
+                self.twins.setdefault(number, []).append(Twin(own, local, path))
         elif own is not _tree.MISSING and own is not None:
             self._note_only_here(own, path, 0)
 
@@ -145,7 +146,7 @@ class Match:
                 f"the donor has shape {spec.shape}, stride {spec.stride}, {spec.dtype}, the receiver {_shown(local)}; "
                 "nothing was written: make both replicas build the same model",
             )
-        if not lies_alike(local, spec) and any(by == 0 and n > 1 for n, by in zip(local.shape, local.stride())):
+        if any(by == 0 and n > 1 and theirs for n, by, theirs in zip(local.shape, local.stride(), spec.stride)):
             raise self._misfit(
                 path,
                 f"the receiver's expanded tensor ({_shown(local)}) has one element for several of the donor's (stride "

@@ -57,6 +57,17 @@ def tensor_in(
     return out.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
 
 
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, also where that is refused: an expanded ``target`` (``source`` is expanded alike),
+    and dtypes of one byte of which torch knows no more than the size (uint1 to uint7, ...)."""
+    for d, (size, step) in enumerate(zip(target.shape, target.stride())):
+        if step == 0 and size > 1:
+            target, source = target.narrow(d, 0, 1), source.narrow(d, 0, 1)
+    if target.dtype.itemsize == 1 and not target.is_neg() and not source.is_neg():
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)
+
+
 def memory_at_hand() -> int | None:
     """Bytes of host memory that can still be allocated, the container's limit included; None where unknown."""
     found = []
@@ -66,12 +77,22 @@ def memory_at_hand() -> int | None:
                 found.append(int(line.split()[1]) * 1024)
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
-            found.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            found.append(int(limit) - used + _cached_bytes())
     except (OSError, ValueError, IndexError):
         pass  # not Linux, or an older kernel: what was found so far is what is known
     if not found and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return max(0, min(found)) if found else None
+
+
+def _cached_bytes() -> int:
+    """What the container holds of files and the kernel gives back when it is asked: data sets that were read."""
+    try:
+        stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
+    except OSError:
+        return 0
+    return int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
 
 
 class _PyBuffer(ctypes.Structure):

@@ -24,7 +24,8 @@ from ._device import settle
 from ._interval import Interval
 from ._manifest import CONJ, NEG, PACKED, PARAMETER, REQUIRES_GRAD, Manifest, Spec, with_bits
 from ._match import Match, Twin, lies_alike
-from ._memory import memory_at_hand, tensor_in, view_of
+from ._memory import copy_elements, memory_at_hand, tensor_in, view_of
+from ._shared import refuse_shared_targets
 
 _KEYS_SHOWN = 8
 
@@ -60,8 +61,9 @@ class Plan:
         self._aliases: dict[int, torch.Tensor] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._results: dict[int, Any] = {}
+        self._gapped: dict[tuple[Any, ...], torch.UntypedStorage] = {}
         staged = self._assign()
-        self._refuse_shared_targets()
+        refuse_shared_targets(manifest, self._match)
         self._limit(staged, max_bytes)
         for region in staged:
             self._allocate(region)
@@ -141,31 +143,6 @@ class Plan:
         self._aliases.update({number: taken[kind][1] for number, kind in free})
         return True
 
-    def _refuse_shared_targets(self) -> None:
-        """Refuse a receiver that has tied what the donor has not: one memory cannot hold two values."""
-        ends: dict[int, int] = {}
-        clash = -1
-        for interval in self.intervals:
-            while interval is not None:
-                if interval.address in ends:
-                    clash = interval.address
-                ends[interval.address] = interval.address + interval.end - interval.start
-                interval = interval.next
-        for start, following in pairwise(sorted(ends)):
-            if ends[start] > following:
-                clash = following
-        if clash >= 0:
-            names = [
-                _tree.show_path(self._match.path[number])
-                for number, local in enumerate(self._match.local)
-                if local is not None and local.data_ptr() <= clash < local.data_ptr() + max(1, _nbytes(local))
-            ]
-            raise LayoutError(
-                f"{' and '.join(names[:4])} share memory at the receiver and are apart at the donor; tie them on both "
-                "sides or on neither",
-                keys=tuple(names[:_KEYS_SHOWN]),
-            )
-
     def _limit(self, staged: list[int], max_bytes: int | None) -> None:
         manifest = self._manifest
         total = sum(manifest.sizes)
@@ -203,7 +180,7 @@ class Plan:
         with torch.no_grad():
             self._copy_staged()
             for target, source in self._copies:
-                target.copy_(source)
+                copy_elements(target, source)
         try:
             return _tree.build(self._manifest.tree, lambda tag, n: self._result(tag, n, load_blob), self._own)
         except _tree.BUILD_ERRORS as e:
@@ -222,7 +199,7 @@ class Plan:
                 continue
             source = with_bits(self._staged(number), self._manifest.specs[number])
             for target in [local, *(twin.local for twin in self._match.twins.get(number, []))]:
-                target.copy_(source)
+                copy_elements(target, source)
 
     def _staged(self, number: int) -> torch.Tensor:
         """The bytes of a tensor in its region's buffer, with the strides of the wire, and no bits set."""
@@ -243,15 +220,22 @@ class Plan:
             self._results[number] = self._fresh(number, self._manifest.specs[number])
         return self._results[number]
 
+    def _unpacked(self, number: int, spec: Spec) -> torch.Tensor:
+        """A tensor that was sent without its gaps, with them; those that were tied share one memory again."""
+        kind = (self._manifest.regions[number], spec.dtype.itemsize, spec.shape, spec.stride)
+        if kind not in self._gapped:
+            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+            copy_elements(out, self._staged(number))
+            self._gapped[kind] = out.untyped_storage()
+        return tensor_in(self._gapped[kind], spec.dtype, 0, spec.shape, spec.stride)
+
     def _fresh(self, number: int, spec: Spec) -> torch.Tensor:
         if number in self._aliases:
             out = self._aliases[number].detach()
         elif self._manifest.regions[number] < 0:
             out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
         elif spec.flags & PACKED:
-            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
-            once = tuple(1 if by == 0 else size for size, by in zip(spec.shape, spec.stride))
-            out.as_strided(once, spec.stride).copy_(self._staged(number).as_strided(once, spec.wire_stride))
+            out = self._unpacked(number, spec)
         else:
             out = self._staged(number)
         if number not in self._aliases:
@@ -259,7 +243,3 @@ class Plan:
         if spec.flags & PARAMETER:
             return torch.nn.Parameter(out, requires_grad=bool(spec.flags & REQUIRES_GRAD))
         return out.requires_grad_() if spec.flags & REQUIRES_GRAD else out
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

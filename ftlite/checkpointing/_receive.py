@@ -19,7 +19,14 @@ import torch
 
 from .. import _compat
 from .._deadline import Deadline
-from .._errors import FtliteError, IncompleteTransfer, IntegrityError, LayoutError
+from .._errors import (
+    DeadlineExceeded,
+    FtliteError,
+    IncompleteTransfer,
+    IntegrityError,
+    LayoutError,
+    TransferError,
+)
 from . import _stream, _tree
 from ._checksum import RowSum, checksum_of
 from ._client import CHANGED, Answer, Broken, Donor, Later, Link, lost
@@ -27,6 +34,7 @@ from ._crew import Crew
 from ._device import HostStage
 from ._fetch import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES, Transfer
 from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
+from ._memory import memory_at_hand
 from ._plan import Plan
 from ._snapshot import publish
 
@@ -70,7 +78,19 @@ class Receiver:
         self._reader = secrets.token_hex(8)
 
     def run(self) -> Any:
-        """Fetch, verify and build the state."""
+        """Fetch, verify and build the state.
+
+        Raises:
+            TransferError, DeadlineExceeded: with how far it got, and whether own tensors were written to.
+        """
+        try:
+            return self._run()
+        except DeadlineExceeded as e:
+            for name, value in (("bytes_done", 0), ("bytes_total", 0), ("destination_dirty", False), ("keys", ())):
+                e.__dict__.setdefault(name, value)
+            raise
+
+    def _run(self) -> Any:
         first = self._link()
         links = [first]
         try:
@@ -91,7 +111,12 @@ class Receiver:
             links += [self._link() for _ in range(self.streams - 1)]
             plan.settle()
             Transfer(links, manifest, plan, self._deadline).run(self._progress)
-            return plan.finish(self._load_blob)
+            try:
+                return plan.finish(self._load_blob)
+            except TransferError as e:  # every byte has arrived, and the state cannot be built all the same
+                e.bytes_done = e.bytes_total = self.total
+                e.destination_dirty, e.keys = plan.in_place, plan.keys if plan.in_place else ()
+                raise
         finally:
             for link in links:
                 link.close()
@@ -113,12 +138,19 @@ class Receiver:
     def _watched(self, link: Link, job: Callable[[Crew], Any], tick: Callable[[], None], what: str) -> Any:
         crew = Crew([link], self._deadline)
         found: list[Any] = []
-        waiting_for: list[str] = []
-        self._reason = waiting_for
+        self._reason: list[str] = []
+        self._answer: Answer | None = None
 
         def late() -> FtliteError:
-            hint = f"the donor said: {waiting_for[-1]}" if waiting_for else "it has not answered"
-            return self._deadline.exceeded(f"{what} of step {self._step} from {self._donor.shown}", hint)
+            answer, hint = self._answer, "the donor has not answered"
+            if answer is not None:
+                hint = f"{answer.done} of {answer.length or 'an unknown number of'} bytes so far, the limit is for all"
+            elif self._reason:
+                hint = f"the donor said: {self._reason[-1]}"
+            error = self._deadline.exceeded(f"{what} of step {self._step} from {self._donor.shown}", hint)
+            if answer is not None:
+                error.__dict__.update(bytes_done=answer.done, bytes_total=answer.length or 0)
+            return error
 
         crew.run([lambda: found.append(job(crew))], tick, late)
         return found[0]
@@ -128,7 +160,8 @@ class Receiver:
         tries, pause_s = 0, FIRST_PAUSE_S
         while True:
             try:
-                return link.get(self._step, what)
+                self._answer = link.get(self._step, what)
+                return self._answer
             except (Broken, Later, IncompleteTransfer) as e:
                 if isinstance(e, Later):
                     self._reason.append(str(e))
@@ -145,6 +178,8 @@ class Receiver:
         def job(crew: Crew) -> bytes:
             answer = self._ask(crew, link, "metadata")
             answer.require_protocol()
+            if answer.length is None:
+                raise IntegrityError(f"{self._donor.shown} does not say how long its metadata is")
             if answer.length > MAX_MANIFEST_BYTES:
                 raise LayoutError(
                     f"{self._donor.shown} announces {answer.length} bytes of metadata, more than the "
@@ -167,23 +202,21 @@ class Receiver:
         try:
             data: bytearray = answer.read()
         except Broken as e:
-            raise lost(self._donor, e, answer.length - answer.left, answer.length) from e
+            raise lost(self._donor, e, answer.done, answer.length or 0) from e
         return data
 
     # --- the single stream --------------------------------------------------------------------------------
 
     def _stream_of(self, link: Link) -> Any:
-        answers: list[Answer] = []
-
         def job(crew: Crew) -> Any:
             answer = self._ask(crew, link, "full")
-            answers.append(answer)
             self._accept(answer)
             return self._load(answer)
 
         def tick() -> None:
-            if self._progress is not None and answers:
-                self._progress(answers[0].length - answers[0].left, answers[0].length)
+            answer = self._answer
+            if self._progress is not None and answer is not None:
+                self._progress(answer.done, answer.length or answer.done)
 
         return self._watched(link, job, tick, "receiving the stream")
 
@@ -194,13 +227,16 @@ class Receiver:
                 f"the single stream is good between equal torch versions only, and the donor has {theirs}, this side "
                 f"{ours}: leave num_chunks at None"
             )
-        if self._max_bytes is not None and answer.length > self._max_bytes:
+        most = memory_at_hand() if self._max_bytes is None else self._max_bytes
+        if most is not None and (answer.length or 0) > most:
+            limit = "are at hand" if self._max_bytes is None else "are allowed by max_bytes"
             raise LayoutError(
-                f"the donor's stream has {answer.length} bytes; max_bytes is {self._max_bytes}: raise it if this is "
-                "the state you expect",
-                bytes_total=answer.length,
+                f"the donor's stream has {answer.length} bytes, and {most} {limit}; set max_bytes if this is the state "
+                "you expect",
+                bytes_total=answer.length or 0,
             )
-        self.total = answer.length
+        if answer.length is None and most is not None:
+            answer.most = most
         self.checked = answer.announced_sum is not None
         answer.sums = RowSum()
 
@@ -211,7 +247,7 @@ class Receiver:
         except FtliteError:
             raise
         except Broken as e:
-            raise lost(self._donor, e, answer.length - answer.left, answer.length) from e
+            raise lost(self._donor, e, answer.done, answer.length or 0) from e
         except pickle.UnpicklingError as e:
             raise LayoutError(
                 f"torch's safe loader refuses the stream of {self._donor.shown} ({_first_line(e)}); weights_only=False "
@@ -223,9 +259,10 @@ class Receiver:
             ) from e
         if answer.sums is not None and answer.announced_sum not in (None, answer.sums.value()):
             raise IntegrityError(
-                f"the stream of {self._donor.shown} ({answer.length} bytes) arrived with another checksum than "
+                f"the stream of {self._donor.shown} ({answer.done} bytes) arrived with another checksum than "
                 f"announced: {CHANGED}"
             )
+        self.total = answer.done
         return state
 
     def _placed(self, state: Any) -> Any:

@@ -73,8 +73,8 @@ class _Head(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         left_s = self._until_s - time.monotonic()
-        if left_s <= 0 or self._bytes_left <= 0:
-            return 0  # as if the client had left: a slow or an endless head is not worth an answer
+        if left_s <= 0 or self._bytes_left <= 0:  # an end of file would pass for the end of the head
+            raise TimeoutError("a head that is slow or does not end")
         self._connection.settimeout(left_s)
         n = self._connection.recv_into(memoryview(buffer)[: self._bytes_left])
         self._bytes_left -= n
@@ -146,6 +146,12 @@ class CheckpointServer(ThreadingMixIn, HTTPServer):
                 self._answering.pop(number, None)
             self.shutdown_request(request)
 
+    def stop(self) -> None:
+        """Accept nobody any more."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which looks up once per poll only
+        self.shutdown()
+
     def know(self, number: int, request: socket.socket) -> None:
         """The connection has shown the secret."""
         with self._lock:
@@ -183,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
+    default_request_version = protocol_version  # or what names no version would be answered without a status line
     server_version = "heal"
     sys_version = ""
     disable_nagle_algorithm = True
@@ -209,10 +216,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._body_started = False
         try:
             self._answer()
+        except FtliteError as e:  # first, for some of ours are OSErrors as well
+            self._say(409, str(e))
         except OSError:
             self.close_connection = True  # the reader has left, or was cut off
-        except FtliteError as e:
-            self._say(409, str(e))
         except Exception as e:
             logger.exception("a request could not be answered")
             self._say(500, f"the donor failed ({type(e).__name__}); its log says why")

@@ -34,7 +34,7 @@ from ._manifest import (
     Spec,
     with_bits,
 )
-from ._memory import byte_tensor, offset_bytes, tensor_in, view_at
+from ._memory import byte_tensor, copy_elements, offset_bytes, tensor_in, view_at
 
 # Optimizer steps, BatchNorm statistics, counters, RNG states: what a forward or a scheduler changes is small.
 SNAPSHOT_BYTES = 32 << 20
@@ -205,7 +205,15 @@ class Snapshot:
 
     def whole(self) -> Any:
         """The state as one object, on the host, with the values of publish where those were copied."""
-        return _tree.build(self.manifest.tree, self._leaf_of_whole, self._state)
+        made: dict[int, Any] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def leaf(tag: str, number: int) -> Any:
+            if number not in made:  # or what is tied would arrive apart
+                made[number] = self._leaf_of_whole(tag, number, storages)
+            return made[number]
+
+        return _tree.build(self.manifest.tree, leaf, self._state)
 
     def copy_to(self, targets: Sequence[Interval | None]) -> None:
         """Copy every region to its intervals, as a transfer would."""
@@ -215,20 +223,30 @@ class Snapshot:
                 interval.write(interval.start, host, interval.start, interval.end)
                 interval = interval.next
 
-    def _leaf_of_whole(self, tag: str, number: int) -> Any:
+    def _leaf_of_whole(self, tag: str, number: int, storages: dict[int, torch.UntypedStorage]) -> Any:
         record, leaf = self.manifest.record(number), self._leaves[number]
-        if tag == "p" or record.dtensor is not None or record.region not in self._copied:
+        region, spec = record.region, record.spec
+        if tag == "p" or record.dtensor is not None or region not in self._copied:
             return leaf.obj
-        spec, part = record.spec, self._parts[record.region]
-        if record.region < self.flat.large:
-            own = part.owner
-        else:  # in the arena, where small regions are not aligned
-            own = torch.frombuffer(bytearray(view_at(part.address, part.nbytes)), dtype=torch.uint8)
-        tensor = tensor_in(own.untyped_storage(), spec.dtype, record.offset, spec.shape, spec.wire_stride)
-        tensor = with_bits(tensor, spec)
+        lead = self.manifest.leads.get(region, 0)
+        if region not in storages:
+            storages[region] = self._storage_of_whole(region, lead, spec)
+        tensor = with_bits(tensor_in(storages[region], spec.dtype, lead + record.offset, spec.shape, spec.stride), spec)
         if spec.flags & PARAMETER:
             return torch.nn.Parameter(tensor, requires_grad=bool(spec.flags & REQUIRES_GRAD))
         return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
+
+    def _storage_of_whole(self, region: int, lead: int, spec: Spec) -> torch.UntypedStorage:
+        part = self._parts[region]
+        storage = part.owner.untyped_storage()
+        if region >= self.flat.large or lead:  # in the arena, or by itself where it would not be aligned
+            storage = torch.empty(lead + part.nbytes, dtype=torch.uint8).untyped_storage()
+            view_at(storage.data_ptr() + lead, part.nbytes)[:] = view_at(part.address, part.nbytes)
+        if spec.flags & PACKED:  # whose tensors are all the same view
+            gapped = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            copy_elements(gapped, tensor_in(storage, spec.dtype, 0, spec.shape, spec.wire_stride))
+            return gapped.untyped_storage()
+        return storage
 
     def blocks(self, start: int, end: int) -> Iterator[tuple[memoryview, bool]]:
         """The flat bytes ``start`` to ``end`` in blocks, each with whether an extent's piece ends with it.
@@ -342,10 +360,10 @@ def _place(tensor: torch.Tensor, layout: Layout, number: int, start: int) -> _Pa
     region = layout.regions[number]
     if region.view is None:
         return _Part(start, region.nbytes, tensor.untyped_storage().data_ptr() + region.start, tensor)
-    stride = tensor.stride()
-    shape = tuple(1 if step == 0 else size for size, step in zip(tensor.shape, stride))
+    shape, stride = tuple(tensor.shape), tensor.stride()
     raw = tensor_in(tensor.untyped_storage(), tensor.dtype, offset_bytes(tensor), shape, stride)
-    packed = torch.empty_strided(shape, packed_stride(shape, stride), dtype=raw.dtype, device=raw.device).copy_(raw)
+    packed = torch.empty_strided(shape, packed_stride(shape, stride), dtype=raw.dtype, device=raw.device)
+    copy_elements(packed, raw)
     return _Part(start, region.nbytes, packed.data_ptr(), packed)
 
 

@@ -3,7 +3,8 @@
 
 No unpickler runs here and nothing is imported by name. What holds:
 
-- ``None``, bool, str, finite float and int of 64 bits stand for themselves; all else is ``[tag, ...]``.
+- ``None``, bool, str without surrogates, finite float and int of 64 bits stand for themselves; all else is
+  ``[tag, ...]``.
 - Types are matched exactly: a subclass (an IntEnum, a numpy scalar) is not what it derives from.
 - Nodes that pytree knows besides (namedtuples, registered classes) carry their children; the receiver
   rebuilds them from its own instance at the same place, or from a namedtuple it has allowed with
@@ -19,6 +20,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ Node = Any
 # Deeper than any real state by far, and far from the interpreter's limit of 1,000 frames.
 MAX_DEPTH = 100
 _INT_LIMIT = 1 << 63
+_SURROGATE = re.compile("[\ud800-\udfff]")
 MISSING: Any = object()
 
 _FACTORIES: dict[str, Any] = {
@@ -83,8 +86,10 @@ def encode(obj: Any, leaf: Callable[[Any, Path], Node | None], path: Path = None
         LayoutError: nesting is too deep, or ``leaf`` raises it for what cannot be carried.
     """
     kind = type(obj)
-    if obj is None or kind is str or kind is bool:
+    if obj is None or kind is bool:
         return obj
+    if kind is str:
+        return obj if _is_text(obj) else ["s", obj.encode("utf-8", "surrogatepass").hex()]
     if kind is int:
         return obj if -_INT_LIMIT <= obj < _INT_LIMIT else ["int", hex(obj)]
     if kind is float:
@@ -104,11 +109,16 @@ def encode(obj: Any, leaf: Callable[[Any, Path], Node | None], path: Path = None
     return leaf(obj, path) if found is None else found
 
 
+def _is_text(text: str) -> bool:
+    """Whether JSON gives ``text`` back: of two surrogates side by side it makes one character."""
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
 def _encode_container(obj: Any, kind: type, leaf: Any, path: Path, depth: int) -> Node | None:
     if kind in _SEQUENCES:
         return [_SEQUENCES[kind], [encode(item, leaf, (path, i), depth) for i, item in enumerate(obj)]]
     if kind is dict:
-        if all(type(key) is str for key in obj):
+        if all(type(key) is str and _is_text(key) for key in obj):
             return ["d", {key: encode(value, leaf, (path, key), depth) for key, value in obj.items()}]
         return ["map", _encode_items(obj, leaf, path, depth)]
     if kind is OrderedDict:
@@ -160,7 +170,7 @@ def is_registered(obj: Any) -> bool:
     kind = type(obj)
     if (kind in _SEQUENCES and kind is not torch.Size) or kind in (dict, OrderedDict, defaultdict, deque):
         return False
-    return not pytree.tree_is_leaf(obj)
+    return not _one_level(obj)[1].is_leaf()
 
 
 def _encode_registered(obj: Any, leaf: Any, path: Path, depth: int) -> Node | None:
@@ -257,6 +267,8 @@ def build(node: Node, tensor: Callable[[str, int], Any] | None, own: Any, depth:
 def _build_plain(tag: Any, body: list[Any]) -> Any:
     if tag == "int":
         return int(body[0], 16)
+    if tag == "s":
+        return bytes.fromhex(body[0]).decode("utf-8", "surrogatepass")
     if tag == "f":
         return struct.unpack(">d", bytes.fromhex(body[0]))[0]
     if tag == "c":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random
 import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -163,8 +164,10 @@ def fresh_states() -> dict[str, Callable[[], Any]]:
         "containers": _containers,
         "plain leaves": _plain_leaves,
         "flags": _flags,
+        "one memory as two dtypes": _two_dtypes,
         "strides": _strides,
         "dtypes": lambda: {str(d): of_dtype(d) for d in whole_byte_dtypes()},
+        "random generators": lambda: {"torch": torch.get_rng_state(), "python": random.Random(3).getstate()},
         "deep": _deep,
     }
 
@@ -217,9 +220,14 @@ def _flags() -> dict[str, Any]:
         "frozen": torch.nn.Parameter(noise(3, seed=1), requires_grad=False),
         "needs grad": noise(3, seed=2).requires_grad_(),
         "conj": spiral.conj(),
-        "neg": spiral.conj().imag,
+        "neg": spiral.clone().conj().imag,
         "scalar": torch.tensor(3.5, dtype=torch.float64),
     }
+
+
+def _two_dtypes() -> dict[str, Any]:
+    flat = noise(16)
+    return {"floats": flat, "ints": flat.view(torch.int32)[4:], "bytes": flat.view(torch.uint8)[6:11]}
 
 
 def _strides() -> dict[str, Any]:

@@ -231,6 +231,36 @@ class Strides(unittest.TestCase):
             self.assertEqual(len(bytes_of(view)), layout.span(view.shape, view.stride) * view.itemsize)
 
 
+class Sharing(unittest.TestCase):
+    """Views that are said to be apart are apart; and blocks of one buffer that are apart are said to be."""
+
+    def test_never_apart_with_a_byte_in_common(self) -> None:
+        rng = random.Random(10)
+        apart = 0
+        for _ in range(5000):
+            a, b = random_view(rng, storages=1, room=60), random_view(rng, storages=1, room=60)
+            if not layout.may_share(a, b):
+                apart += 1
+                self.assertFalse(bytes_of(a) & bytes_of(b), (a, b))
+            self.assertEqual(layout.may_share(a, b), layout.may_share(b, a))
+        self.assertGreater(apart, 500)
+
+    def test_what_is_exact(self) -> None:
+        def block(rows: slice, columns: slice, of: int = 12, lines: int = 6) -> layout.View:
+            r, c = range(lines)[rows], range(of)[columns]
+            return View("s", 4 * (r.start * of + c.start), 4, (len(r), len(c)), (of * r.step, c.step))
+
+        blocks = [
+            block(rows, columns)
+            for rows in (slice(None), slice(0, 3), slice(3, 6), slice(0, 6, 2), slice(1, 6, 2))
+            for columns in (slice(0, 4), slice(4, 8), slice(8, 12), slice(2, 6), slice(0, 12, 2), slice(1, 12, 2))
+        ]
+        for a, b in itertools.product(blocks, blocks):
+            spans = [(v.start, v.start + 4 * layout.span(v.shape, v.stride)) for v in (a, b)]
+            if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
+                self.assertEqual(layout.may_share(a, b), bool(bytes_of(a) & bytes_of(b)), (a, b))
+
+
 class Flat(unittest.TestCase):
     """Pieces partition any range, in order, and each lies inside of its extent or region."""
 

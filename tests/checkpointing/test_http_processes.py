@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""HTTPTransport between real processes: donors and receivers that are killed, silence, little privilege."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tests import load
+from tests._support import (
+    LONG_S,
+    SCALE,
+    WAIT_S,
+    GuardedTestCase,
+    child_env,
+    requires_netns,
+    requires_root,
+    run_python,
+)
+from tests.checkpointing import _wire
+from tests.checkpointing._transport_child import STEP, digest, process_state
+from tests.checkpointing._transport_states import block, scrambled
+
+HTTPTransport = load("checkpointing").HTTPTransport
+errors = load("_errors")
+
+CHILD = "tests.checkpointing._transport_child"
+START_S = 60 * SCALE
+
+
+@contextlib.contextmanager
+def child(*args: str, python: str = sys.executable, **env: str) -> Iterator[Any]:
+    """A child that talks through pipes; killed at the end if it still runs."""
+    flags = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
+    process = subprocess.Popen(
+        [python, *flags, "-m", CHILD, *args],
+        env=child_env({"OMP_NUM_THREADS": "1", **env}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(5 * SCALE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def line_of(process: Any) -> str:
+    """The next line of the child's output; its stderr where there is none."""
+    line: str = process.stdout.readline().strip()
+    if not line:
+        process.kill()
+        raise AssertionError(f"the child said nothing: {process.stderr.read()}")
+    return line
+
+
+class KilledDonors(GuardedTestCase):
+    limit_s = LONG_S
+
+    def test_a_donor_that_is_killed(self) -> None:
+        with contextlib.ExitStack() as stack:
+            donors = [stack.enter_context(child("donor", "16")) for _ in range(3)]
+            for donor, percent in zip(donors, (0, 30, 99)):
+                with self.subTest(percent=percent):
+                    url, expected = line_of(donor), line_of(donor)
+                    if not percent:
+                        self._stopped_and_continued(donor, url, expected)
+                    self._killed_at(donor, url, percent)
+                    # its port is there for the next one
+                    HTTPTransport(host="127.0.0.1", port=_wire.address(url)[1]).shutdown()
+
+    def _stopped_and_continued(self, donor: Any, url: str, expected: str) -> None:
+        donor.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(0.3, donor.send_signal, (signal.SIGCONT,))
+        timer.start()
+        receiver = HTTPTransport(timeout=20 * SCALE, host="127.0.0.1")
+        self.addCleanup(receiver.shutdown)
+        self.assertEqual(digest(receiver.recv_checkpoint(0, url, STEP)), expected)
+        timer.join()
+
+    def _killed_at(self, donor: Any, url: str, percent: int) -> None:
+        own = scrambled(process_state(16))
+        total = 16 << 20
+        # what passes before the state: the manifest, its head, and the first chunk's head
+        before = len(_wire.ask(url, STEP, "metadata")) + 400
+        killed: list[float] = []
+        receiver = HTTPTransport(timeout=20 * SCALE, host="127.0.0.1", state_dict=lambda: own)
+        self.addCleanup(receiver.shutdown)
+
+        def on_bytes(data: bytes, passed: int) -> bytes | None:
+            if not killed and passed >= before + total * percent // 100:
+                donor.send_signal(signal.SIGKILL)
+                donor.wait()
+                killed.append(time.monotonic())
+                proxy.refuse()
+            return None if killed else data
+
+        with _wire.Proxy(_wire.address(url), on_bytes) as proxy:
+            with self.assertRaises(errors.IncompleteTransfer) as caught:
+                receiver.recv_checkpoint(0, _wire.through(url, proxy.port), STEP)
+            self.assertLess(time.monotonic() - killed[0], 2.0 * SCALE)
+        error = caught.exception
+        self.assertGreater(error.bytes_total, total)
+        self.assertGreaterEqual(error.bytes_done, total * percent // 100 - (1 << 20))
+        self.assertLess(error.bytes_done, error.bytes_total)
+        self.assertIn(f"{error.bytes_total} bytes", str(error))
+        self.assertEqual(error.destination_dirty, error.bytes_done > 0)
+        # nothing was there any more: the next try says so at once
+        began_s = time.monotonic()
+        with self.assertRaises(errors.IncompleteTransfer):
+            receiver.recv_checkpoint(0, url, STEP)
+        self.assertLess(time.monotonic() - began_s, 2.0 * SCALE)
+
+    def test_a_receiver_that_is_killed(self) -> None:
+        """The donor does not wait for who is gone."""
+        donor = HTTPTransport(timeout=20 * SCALE, host="127.0.0.1")
+        self.addCleanup(donor.shutdown)
+        donor.send_checkpoint([], STEP, {"x": block(20 << 20)})
+        reached, over = threading.Event(), threading.Event()
+
+        def on_bytes(data: bytes, passed: int) -> bytes:
+            if passed > 2 << 20:
+                reached.set()
+                over.wait(WAIT_S)
+            return data
+
+        with child("receiver") as receiver, _wire.Proxy(_wire.address(donor.metadata()), on_bytes) as proxy:
+            receiver.stdin.write(_wire.through(donor.metadata(), proxy.port) + "\n")
+            receiver.stdin.flush()
+            self.assertTrue(reached.wait(START_S))
+            receiver.kill()
+            receiver.wait()
+            over.set()
+            began_s = time.monotonic()
+            donor.disallow_checkpoint()
+            self.assertLess(time.monotonic() - began_s, 2.0 * SCALE)
+
+
+class Processes(GuardedTestCase):
+    limit_s = LONG_S
+
+    def test_from_one_process_to_another(self) -> None:
+        with child("donor", "2") as donor, child("receiver") as receiver:
+            url, expected = line_of(donor), line_of(donor)
+            receiver.stdin.write(url + "\n")
+            receiver.stdin.flush()
+            self.assertEqual([line_of(receiver) for _ in range(3)], [expected] * 3)
+            self.assertEqual(receiver.wait(START_S), 0)
+            self.assertEqual(receiver.stderr.read(), "")
+            donor.stdin.close()
+            self.assertEqual(donor.wait(START_S), 0)
+            self.assertEqual(donor.stderr.read(), "")
+
+    def test_an_interpreter_that_ends_without_shutdown(self) -> None:
+        code = (
+            "from tests.checkpointing._transport_child import _transport\n"
+            "t = _transport(); t.send_checkpoint([], 1, {}); _transport().recv_checkpoint(0, t.metadata(), 1)\n"
+            "print('end')\n"
+        )
+        began_s = time.monotonic()
+        done = run_python("-c", code, limit_s=START_S, check=True)
+        self.assertEqual((done.stdout, done.stderr), ("end\n", ""))
+        self.assertLess(time.monotonic() - began_s, START_S)
+
+    def test_a_hundred_transfers_say_nothing(self) -> None:
+        done = run_python("-m", CHILD, "hundred", limit_s=LONG_S / 2)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""))
+
+    @requires_root
+    @requires_netns
+    def test_without_ipv6_numpy_and_privileges(self) -> None:
+        if not os.path.exists("/proc/sys/net/ipv6/conf/all/disable_ipv6"):
+            self.skipTest("this kernel has no IPv6 at all")
+        unshare = shutil.which("unshare")
+        done = subprocess.run(
+            [unshare, "--net", sys.executable, "-m", CHILD, "confined"],
+            env=child_env({"PYTHONWARNINGS": "ignore"}),
+            capture_output=True,
+            text=True,
+            timeout=LONG_S / 2,
+            check=False,
+        )
+        if "Read-only file system" in done.stderr or "disable_ipv6" in done.stderr:
+            self.skipTest("IPv6 cannot be switched off here")
+        self.assertEqual((done.returncode, done.stdout), (0, "127.0.0.1 65534\n127.0.0.1 65534\n"), done.stderr)
+        lines = done.stderr.splitlines()
+        self.assertEqual(len(lines), 1, done.stderr)
+        self.assertIn("no other machine can reach", lines[0])

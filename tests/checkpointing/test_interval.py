@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where bytes of a region go: exactly there, and nowhere else."""
+
+from __future__ import annotations
+
+import random
+import unittest
+
+import torch
+
+from tests import load
+
+interval = load("checkpointing._interval")
+
+
+class Host(unittest.TestCase):
+    def setUp(self) -> None:
+        self.memory = torch.zeros(100, dtype=torch.uint8)
+        # the 40 bytes from byte 20 of the memory on are bytes 500 to 540 of the region
+        self.one = interval.Interval(500, 540, self.memory[20:60].view(torch.float32))
+
+    def test_the_memory_of_its_owner(self) -> None:
+        self.assertTrue(self.one.on_host)
+        self.assertIsNone(self.one.next)
+        memory = self.one.memory()
+        self.assertEqual((memory.dtype, memory.shape), (torch.uint8, (40,)))
+        self.assertEqual(memory.data_ptr(), self.memory.data_ptr() + 20)
+
+    def test_views(self) -> None:
+        self.one.host_view(510, 4)[:] = b"abcd"
+        self.assertEqual(bytes(self.memory[28:36].tolist()), b"\0\0abcd\0\0")
+        self.assertEqual(len(self.one.host_view(540, 0)), 0)
+
+    def test_writes(self) -> None:
+        rng = random.Random(1)
+        source = torch.arange(1, 101, dtype=torch.uint8)
+        for _ in range(200):
+            self.memory.zero_()
+            low, high = sorted((rng.randint(0, 40), rng.randint(0, 40)))
+            skip = rng.randint(0, 60)
+            self.one.write(500 + low, source, skip, skip + high - low)
+            wanted = [0] * 100
+            wanted[20 + low : 20 + high] = range(skip + 1, skip + 1 + high - low)
+            self.assertEqual(self.memory.tolist(), wanted)
+
+    def test_bits_of_the_owner_do_not_matter(self) -> None:
+        owner = torch.zeros(4, dtype=torch.complex64)
+        one = interval.Interval(0, 32, owner.conj())
+        one.write(0, torch.full((32,), 1, dtype=torch.uint8), 0, 32)
+        self.assertEqual(set(owner.view(torch.float32).view(torch.uint8).tolist()), {1})
