@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -19,13 +19,13 @@ TORCH: tuple[int, ...] = tuple(int(part) for part in str(torch.__version__).spli
 SAFE_LOADER_IS_SOUND = TORCH >= (2, 10)
 
 # torch's streaming save came with 2.7. Goes (with the writer in checkpointing/_stream.py) when that is the oldest.
-streaming_save: Optional[Any] = getattr(_streaming, "_streaming_save", None)
+streaming_save: Any | None = getattr(_streaming, "_streaming_save", None)
 
 # Its streaming load fails on an empty storage before 2.10; all versions read the table of entries with the safe
 # loader, so nothing else is wrong with it. Goes (with the reader in checkpointing/_stream.py) when 2.10 is the oldest.
-streaming_load: Optional[Any] = getattr(_streaming, "_streaming_load", None) if TORCH >= (2, 10) else None
+streaming_load: Any | None = getattr(_streaming, "_streaming_load", None) if TORCH >= (2, 10) else None
 
 # What torch.save and torch.load stand on. Where a later torch has moved them, the stream falls back to those two.
-save_records: Optional[Any] = getattr(torch.serialization, "_save", None)
-load_records: Optional[Any] = getattr(torch.serialization, "_load", None)
-safe_unpickler: Optional[Any] = getattr(torch, "_weights_only_unpickler", None)
+save_records: Any | None = getattr(torch.serialization, "_save", None)
+load_records: Any | None = getattr(torch.serialization, "_load", None)
+safe_unpickler: Any | None = getattr(torch, "_weights_only_unpickler", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -46,9 +47,12 @@ def run(args: argparse.Namespace, line: list[str]) -> int:
     """Compare the command ``line`` of this package in two ways, and print the ratios; 0 when it was done.
 
     Raises:
-        ChildDied: one of the runs failed; nothing is printed then.
+        ValueError: the other interpreter is not there.
+        ChildDied: one of the runs failed; no ratio is printed then.
         DeadlineExceeded: one of the runs did not end.
     """
+    if args.against and shutil.which(args.against) is None:
+        raise ValueError(f"--against {args.against}: there is no such program")
     mine = line if args.num_chunks is None else [*line, "--num-chunks", str(args.num_chunks)]
     if args.against:
         names = ("this", "other")
@@ -57,7 +61,14 @@ def run(args: argparse.Namespace, line: list[str]) -> int:
         names = ("chunked", "single")
         commands = module_command(_ROOT, *mine), module_command(_ROOT, *line, "--num-chunks", "0")
     limit_s = args.timeout * _STAGES * (args.runs + args.readers)
-    rows = compare(lambda side: _run_side(commands[side], limit_s), max(1, args.pairs))
+
+    def measure(side: int) -> Figures:
+        found = _run_side(commands[side], limit_s)
+        if not args.json:  # a comparison takes minutes: let it be seen that it goes on
+            print(f"{names[side]:8s} {found['first_s']:.4f} s", flush=True)
+        return found
+
+    rows = compare(measure, max(1, args.pairs))
     figures = summarize(rows, names)
     if args.json:
         print(json.dumps(figures), flush=True)

@@ -108,12 +108,16 @@ class Link:
     def close(self) -> None:
         """Close the connection; the next request makes a new one."""
         if self._http is not None:
+            self._shut()  # a process that was forked meanwhile has it open as well
             self._http.close()
             self._http = None
 
     def cut(self) -> None:
         """End whatever the connection is waiting for, from any thread, for good."""
         self._closed = True
+        self._shut()
+
+    def _shut(self) -> None:
         connection = self._http
         sock = connection.sock if connection is not None else None
         if sock is not None:

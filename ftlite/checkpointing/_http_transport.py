@@ -146,6 +146,7 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._acceptor is None:
                 raise StateError("send_checkpoint() after shutdown()", state="shut down", attempted="send_checkpoint")
             self._close(deadline)
+            self._full = None  # it would keep the last step's state, and the copies of it
             self._gate.stage(step)
             began_s = time.perf_counter()
             try:

@@ -131,14 +131,14 @@ class Match:
         if whole != theirs:
             raise self._misfit(
                 path,
-                f"the donor has {theirs or 'a plain tensor'}, the receiver {whole or 'a plain tensor'}; a shard is healed "
-                "by the same shard of an equal mesh",
+                f"the donor has {theirs or 'a plain tensor'}, the receiver {whole or 'a plain tensor'}; a shard is "
+                "healed by the same shard of an equal mesh",
             )
         if not is_plain(local) or local.device.type == "meta":
             raise self._misfit(
                 path,
-                f"the receiver's {type(local).__name__} ({local.layout}, {local.device}) cannot be written in place; make "
-                "it a plain strided tensor, or leave it out of state_dict=",
+                f"the receiver's {type(local).__name__} ({local.layout}, {local.device}) cannot be written in place; "
+                "make it a plain strided tensor, or leave it out of state_dict=",
             )
         if local.shape != spec.shape or local.dtype != spec.dtype:
             raise self._misfit(

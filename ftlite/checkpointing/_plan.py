@@ -152,8 +152,8 @@ class Plan:
                 needed += spec.fresh_bytes
         if max_bytes is not None and max(total, needed) > max_bytes:
             raise LayoutError(
-                f"the donor's state has {total} bytes, and {needed} have to be allocated here; max_bytes is {max_bytes}: "
-                "raise it if this is the state you expect",
+                f"the donor's state has {total} bytes, and {needed} have to be allocated here; max_bytes is "
+                f"{max_bytes}: raise it if this is the state you expect",
                 bytes_total=total,
             )
         at_hand = memory_at_hand()

@@ -170,7 +170,7 @@ def describe(state: Any, step: int, weights_only: bool) -> tuple[Manifest, Layou
 
 
 class _Part(NamedTuple):
-    """Host memory that is served: ``nbytes`` at ``address``, from ``start`` of its extent; good as long as ``owner``."""
+    """Host memory that is served: ``nbytes`` at ``address``, from ``start`` of its extent; while ``owner`` lives."""
 
     start: int
     nbytes: int

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
+import os
 import random
 import socket
 import threading
 import time
+import weakref
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
@@ -261,6 +264,39 @@ class Readers(ServerTestCase):
                 donor.send_checkpoint([], step, state, timeout)
                 self.assertLess(time.monotonic() - began_s, 0.2 + 1.0 * SCALE)
             self.heals(donor, state)
+
+    def test_a_fork_of_the_receiver_is_no_reader(self) -> None:
+        """A worker that was forked in the middle of a transfer holds copies of its connections."""
+        donor = self.donor({"x": block(20 << 20)})
+        copies: list[int] = []
+
+        def progress(_done: int, _total: int) -> None:
+            if not copies:
+                with os.scandir("/proc/self/fd") as entries:
+                    numbers = [int(entry.name) for entry in entries if os.path.exists(entry.path)]
+                copies.extend(os.dup(n) for n in numbers if os.readlink(f"/proc/self/fd/{n}").startswith("socket:"))
+
+        try:
+            self.transport(progress=progress).recv_checkpoint(0, donor.metadata(), STEP)
+            self.assertTrue(copies)
+            began_s = time.monotonic()
+            donor.disallow_checkpoint()
+            self.assertLess(time.monotonic() - began_s, 1.0 * SCALE)
+        finally:
+            for number in copies:
+                os.close(number)
+
+    def test_an_earlier_state_is_not_kept(self) -> None:
+        donor = self.transport(snapshot="none")
+        for num_chunks in (None, 0):
+            tensor = block(2 << 20)
+            gone = weakref.ref(tensor)
+            donor.send_checkpoint([], STEP, {"x": tensor})
+            self.heals(donor, {"x": tensor}, num_chunks=num_chunks)
+            del tensor
+            donor.send_checkpoint([], STEP + 1, {})
+            gc.collect()
+            wait_until(lambda gone=gone: gone() is None, "the earlier state is let go")
 
     def test_two_replicas_heal_each_other_at_once(self) -> None:
         states = [{"x": block(3 << 20, seed=i)} for i in range(2)]

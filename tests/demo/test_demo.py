@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 from unittest import mock
 
+import torch  # noqa: F401 - the child processes need it, so what runs without torch leaves this module out
+
 from tests import PACKAGE, load
 from tests._support import LONG_S, GuardedTestCase, run_python
 
