@@ -15,7 +15,6 @@ import torch
 from .._deadline import Deadline
 from .._errors import FtliteError, IncompleteTransfer, IntegrityError, NotServing
 from ._client import CHANGED, Broken, Later, Link, lost
-from ._crew import TICK_S, Crew
 from ._device import pinned
 from ._interval import Interval
 from ._layout import FlatSpace
@@ -23,6 +22,7 @@ from ._manifest import Manifest
 from ._memory import view_of
 from ._plan import Plan
 from ._range_queue import Range, RangeQueue
+from ._watch import TICK_S, Watch
 
 # What is received before it is added to the sum: enough for few calls, little enough to be still in the cache.
 BLOCK_BYTES = 1 << 20
@@ -43,7 +43,7 @@ class Transfer:
         self._deadline = deadline
         self._flat = manifest.flat()
         self._queue = RangeQueue(manifest.ends)
-        self._crew = Crew(links, deadline)
+        self._watch = Watch(links, deadline)
         self._streams = len(links)
 
     def run(self, progress: Callable[[int, int], None] | None) -> None:
@@ -58,13 +58,13 @@ class Transfer:
                 progress(self._done_bytes(), self._queue.total)
 
         try:
-            self._crew.run([lambda link=link: self._stream(link) for link in self._links], tick, self._late)  # type: ignore[misc]
+            self._watch.run([lambda link=link: self._stream(link) for link in self._links], tick, self._late)  # type: ignore[misc]
         except FtliteError as e:
             self._mark(e)
             raise
 
     def _done_bytes(self) -> int:
-        with self._crew.changed:
+        with self._watch.changed:
             return self._queue.done_bytes
 
     def _late(self) -> FtliteError:
@@ -93,7 +93,7 @@ class Transfer:
             try:
                 self._receive(link, taken, sinks)
             except (IncompleteTransfer, NotServing):
-                with self._crew.changed:
+                with self._watch.changed:
                     self._queue.give_back(taken)
                     self._streams -= 1
                     if not self._streams:
@@ -101,27 +101,29 @@ class Transfer:
                 return  # the others go on with what this one leaves
 
     def _take(self) -> Range | None:
-        with self._crew.changed:
-            while not self._crew.over and not self._queue.finished:
+        with self._watch.changed:
+            while not self._watch.over and not self._queue.finished:
                 taken = self._queue.take()
                 if taken is not None:
                     return taken
-                self._crew.changed.wait(TICK_S)  # a range may come back from another stream
+                self._watch.changed.wait(TICK_S)  # a range may come back from another stream
             return None
 
     def _receive(self, link: Link, taken: Range, sinks: _Sinks) -> None:
         tries, pause_s = 0, FIRST_PAUSE_S
-        while taken.at < taken.end and not self._crew.over:
+        while taken.at < taken.end and not self._watch.over:
             before = taken.at
             try:
                 self._receive_rest(link, taken, sinks)
             except (Broken, Later, IncompleteTransfer) as e:
                 moved = taken.at > before
-                tries = 0 if moved or isinstance(e, Later) else tries + 1
+                # a donor that says "later" in the middle has withdrawn the state: that is waited for no longer than a
+                # connection that fails
+                tries = 0 if moved else tries + 1
                 if tries >= TRIES:
                     raise lost(link.donor, e, self._done_bytes(), self._queue.total) from e
                 pause_s = FIRST_PAUSE_S if moved else min(pause_s * 2, LONGEST_PAUSE_S)
-                self._crew.pause(pause_s)
+                self._watch.pause(pause_s)
         if taken.at < taken.end:
             return
         if taken.sums.value() != self._manifest.sums[taken.number]:
@@ -129,9 +131,9 @@ class Transfer:
                 f"chunk {taken.number} of {link.donor.shown} (bytes {taken.start} to {taken.end} of "
                 f"{self._queue.total}) arrived with another checksum than announced: {CHANGED}"
             )
-        with self._crew.changed:
+        with self._watch.changed:
             self._queue.finish(taken)
-            self._crew.changed.notify_all()
+            self._watch.changed.notify_all()
 
     def _receive_rest(self, link: Link, taken: Range, sinks: _Sinks) -> None:
         answer = link.get(self._manifest.step, str(taken.number), taken.at - taken.start)
@@ -154,7 +156,7 @@ class Transfer:
                     if at == stop:
                         taken.sums.restart()
                     taken.at += n
-                    with self._crew.changed:
+                    with self._watch.changed:
                         self._queue.advanced(taken)
 
 

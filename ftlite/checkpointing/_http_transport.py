@@ -22,7 +22,7 @@ from . import _stream
 from ._client import Donor
 from ._device import HostStage
 from ._gate import ServingGate
-from ._receive import Receiver
+from ._receive import Options, Receiver
 from ._server import CheckpointServer
 from ._snapshot import SNAPSHOTS, Snapshot, publish
 from ._transport import CheckpointTransport
@@ -101,9 +101,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._weights_only = weights_only
         self._snapshot = snapshot
-        self._max_bytes = max_bytes
-        self._progress = progress
-        self._device = None if device is None else torch.device(device)
+        where = None if device is None else torch.device(device)
+        self._receiving = Options(num_chunks, weights_only, max_bytes, progress, where)
         self._gate: ServingGate[Snapshot] = ServingGate(max_readers)
         self._stage = HostStage()
         self._sending = threading.Lock()
@@ -252,17 +251,8 @@ class HTTPTransport(CheckpointTransport[T]):
         deadline = Deadline(seconds(timeout, self._timeout_s))
         donor = Donor(_one_of(metadata))
         began_s = time.perf_counter()
-        receiver = Receiver(
-            donor,
-            step,
-            deadline,
-            own=MISSING if self._state_dict is None else self._state_dict(),
-            num_chunks=self._num_chunks,
-            weights_only=self._weights_only,
-            max_bytes=self._max_bytes,
-            progress=self._progress,
-            device=self._device,
-        )
+        own = MISSING if self._state_dict is None else self._state_dict()
+        receiver = Receiver(donor, step, deadline, own, self._receiving)
         state: T = receiver.run()
         took_s = time.perf_counter() - began_s
         logger.info(

@@ -13,8 +13,8 @@ import torch
 
 from .._errors import IntegrityError, LayoutError
 from . import _dtensor, _tree
+from ._describe import is_plain
 from ._manifest import CONJ, NEG, Manifest, Spec
-from ._snapshot import is_plain
 
 
 class Twin(NamedTuple):
@@ -101,7 +101,7 @@ class Match:
             self._seen[number] = True
             self.path[number] = path
         if tag == "p":
-            self._blob(self._manifest.specs[number], path)
+            self._blob(self._manifest.specs[number], own, path)
         elif isinstance(own, torch.Tensor):
             local = self._checked(number, own, path)
             if self.own[number] is None:
@@ -111,9 +111,15 @@ class Match:
         elif own is not _tree.MISSING and own is not None:
             self._note_only_here(own, path, 0)
 
-    def _blob(self, spec: Spec, path: _tree.Path) -> None:
+    def _blob(self, spec: Spec, own: Any, path: _tree.Path) -> None:
         if spec.dtype is not torch.uint8 or len(spec.shape) != 1:
             raise _tree.Malformed("an object that is no run of bytes")
+        if isinstance(own, torch.Tensor):
+            raise self._misfit(
+                path,
+                "the donor's tensor (sparse, quantized or of a subclass) comes as a new object and cannot be written "
+                f"into the receiver's ({_shown(own)}); leave it out of state_dict= and take it from the result",
+            )
         if not self._loader:
             raise self._misfit(
                 path,
@@ -171,4 +177,5 @@ def lies_alike(local: torch.Tensor, spec: Spec) -> bool:
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}, stride {tensor.stride()}, {tensor.dtype} on {tensor.device}"
+    stride = f"stride {tensor.stride()}" if tensor.layout is torch.strided else str(tensor.layout)
+    return f"shape {tuple(tensor.shape)}, {stride}, {tensor.dtype} on {tensor.device}"

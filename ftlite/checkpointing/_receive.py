@@ -13,6 +13,7 @@ import os
 import pickle
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,13 +31,13 @@ from .._errors import (
 from . import _stream, _tree
 from ._checksum import RowSum, checksum_of
 from ._client import CHANGED, Answer, Broken, Donor, Later, Link, lost
-from ._crew import Crew
 from ._device import HostStage
 from ._fetch import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES, Transfer
 from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
 from ._memory import memory_at_hand
 from ._plan import Plan
 from ._snapshot import publish
+from ._watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +48,22 @@ _MAX_STREAMS = 16
 _LISTED = 8  # keys in a log line
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a transport receives: the arguments of its constructor that say so."""
+
+    num_chunks: int | None
+    weights_only: bool
+    max_bytes: int | None
+    progress: Callable[[int, int], None] | None
+    device: torch.device | None
+
+
 class Receiver:
     """``run`` once; afterwards ``total`` bytes, ``streams`` and ``checked`` say what it was."""
 
-    def __init__(
-        self,
-        donor: Donor,
-        step: int,
-        deadline: Deadline,
-        *,
-        own: Any,
-        num_chunks: int | None,
-        weights_only: bool,
-        max_bytes: int | None,
-        progress: Callable[[int, int], None] | None,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, donor: Donor, step: int, deadline: Deadline, own: Any, options: Options) -> None:
+        """``own`` is the receiver's state, ``_tree.MISSING`` to allocate all of the donor's."""
         self.total = 0
         self.streams = 1
         self.checked = True
@@ -70,11 +71,7 @@ class Receiver:
         self._step = step
         self._deadline = deadline
         self._own = own
-        self._num_chunks = num_chunks
-        self._weights_only = weights_only
-        self._max_bytes = max_bytes
-        self._progress = progress
-        self._device = device
+        self._options = options
         self._reader = secrets.token_hex(8)
 
     def run(self) -> Any:
@@ -94,23 +91,23 @@ class Receiver:
         first = self._link()
         links = [first]
         try:
-            if self._num_chunks == 0:
+            if self._options.num_chunks == 0:
                 return self._placed(self._stream_of(first))
             manifest = self._manifest_of(first)
             plan = Plan(
                 manifest,
                 self._own,
-                device=self._device,
-                max_bytes=self._max_bytes,
-                loader=_compat.SAFE_LOADER_IS_SOUND or not self._weights_only,
+                device=self._options.device,
+                max_bytes=self._options.max_bytes,
+                loader=_compat.SAFE_LOADER_IS_SOUND or not self._options.weights_only,
             )
             self._log_left_alone(plan)
             self.total = manifest.flat().total
-            wanted = self._num_chunks or min(_MAX_DEFAULT_STREAMS, max(1, (os.cpu_count() or 1) // 2))
+            wanted = self._options.num_chunks or min(_MAX_DEFAULT_STREAMS, max(1, (os.cpu_count() or 1) // 2))
             self.streams = max(1, min(wanted, len(manifest.ends), _MAX_STREAMS))
             links += [self._link() for _ in range(self.streams - 1)]
             plan.settle()
-            Transfer(links, manifest, plan, self._deadline).run(self._progress)
+            Transfer(links, manifest, plan, self._deadline).run(self._options.progress)
             try:
                 return plan.finish(self._load_blob)
             except TransferError as e:  # every byte has arrived, and the state cannot be built all the same
@@ -135,8 +132,8 @@ class Receiver:
 
     # --- asking -------------------------------------------------------------------------------------------
 
-    def _watched(self, link: Link, job: Callable[[Crew], Any], tick: Callable[[], None], what: str) -> Any:
-        crew = Crew([link], self._deadline)
+    def _watched(self, link: Link, job: Callable[[Watch], Any], tick: Callable[[], None], what: str) -> Any:
+        watch = Watch([link], self._deadline)
         found: list[Any] = []
         self._reason: list[str] = []
         self._answer: Answer | None = None
@@ -152,10 +149,10 @@ class Receiver:
                 error.__dict__.update(bytes_done=answer.done, bytes_total=answer.length or 0)
             return error
 
-        crew.run([lambda: found.append(job(crew))], tick, late)
+        watch.run([lambda: found.append(job(watch))], tick, late)
         return found[0]
 
-    def _ask(self, crew: Crew, link: Link, what: str) -> Answer:
+    def _ask(self, watch: Watch, link: Link, what: str) -> Answer:
         """Ask until there is an answer: a donor that does not serve yet is waited for, one that is gone is not."""
         tries, pause_s = 0, FIRST_PAUSE_S
         while True:
@@ -169,14 +166,14 @@ class Receiver:
                     tries += 1
                 if tries >= TRIES:
                     raise lost(self._donor, e, 0, 0) from e
-                if crew.over:
+                if watch.over:
                     raise
-                crew.pause(pause_s)
+                watch.pause(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def _manifest_of(self, link: Link) -> Manifest:
-        def job(crew: Crew) -> bytes:
-            answer = self._ask(crew, link, "metadata")
+        def job(watch: Watch) -> bytes:
+            answer = self._ask(watch, link, "metadata")
             answer.require_protocol()
             if answer.length is None:
                 raise IntegrityError(f"{self._donor.shown} does not say how long its metadata is")
@@ -208,15 +205,15 @@ class Receiver:
     # --- the single stream --------------------------------------------------------------------------------
 
     def _stream_of(self, link: Link) -> Any:
-        def job(crew: Crew) -> Any:
-            answer = self._ask(crew, link, "full")
+        def job(watch: Watch) -> Any:
+            answer = self._ask(watch, link, "full")
             self._accept(answer)
             return self._load(answer)
 
         def tick() -> None:
             answer = self._answer
-            if self._progress is not None and answer is not None:
-                self._progress(answer.done, answer.length or answer.done)
+            if self._options.progress is not None and answer is not None:
+                self._options.progress(answer.done, answer.length or answer.done)
 
         return self._watched(link, job, tick, "receiving the stream")
 
@@ -227,9 +224,9 @@ class Receiver:
                 f"the single stream is good between equal torch versions only, and the donor has {theirs}, this side "
                 f"{ours}: leave num_chunks at None"
             )
-        most = memory_at_hand() if self._max_bytes is None else self._max_bytes
+        most = memory_at_hand() if self._options.max_bytes is None else self._options.max_bytes
         if most is not None and (answer.length or 0) > most:
-            limit = "are at hand" if self._max_bytes is None else "are allowed by max_bytes"
+            limit = "are at hand" if self._options.max_bytes is None else "are allowed by max_bytes"
             raise LayoutError(
                 f"the donor's stream has {answer.length} bytes, and {most} {limit}; set max_bytes if this is the state "
                 "you expect",
@@ -242,7 +239,7 @@ class Receiver:
 
     def _load(self, answer: Answer) -> Any:
         try:
-            state = _stream.load(answer, weights_only=self._weights_only)
+            state = _stream.load(answer, weights_only=self._options.weights_only)
             answer.read()  # what a loader leaves unread belongs to the checksum
         except FtliteError:
             raise
@@ -267,10 +264,10 @@ class Receiver:
 
     def _placed(self, state: Any) -> Any:
         """Put a state that has arrived whole where its chunks would have gone."""
-        if self._own is _tree.MISSING and self._device is None:
+        if self._own is _tree.MISSING and self._options.device is None:
             return state
         loaded = publish(state, self._step, weights_only=False, snapshot="none", num_chunks=1, stage=HostStage())
-        plan = Plan(loaded.manifest, self._own, device=self._device)
+        plan = Plan(loaded.manifest, self._own, device=self._options.device)
         self._log_left_alone(plan)
         plan.settle()
         loaded.copy_to(plan.intervals)
@@ -278,7 +275,9 @@ class Receiver:
 
     def _load_blob(self, data: bytes, path: _tree.Path) -> Any:
         try:
-            return torch.load(io.BytesIO(data), map_location=self._device or "cpu", weights_only=self._weights_only)
+            return torch.load(
+                io.BytesIO(data), map_location=self._options.device or "cpu", weights_only=self._options.weights_only
+            )
         except Exception as e:  # whatever a hostile or foreign object makes the loader raise
             raise LayoutError(
                 f"{_tree.show_path(path)}: torch's loader refuses what the donor sent ({_first_line(e)}); allow the "

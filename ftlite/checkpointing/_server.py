@@ -172,7 +172,8 @@ class CheckpointServer(ThreadingMixIn, HTTPServer):
             cut(each)
         until_s = time.monotonic() + wait_s
         for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+            if thread.ident is not None:  # else its connection came in this very moment, and finds itself cut
+                thread.join(max(0.0, until_s - time.monotonic()))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log; the base class prints to stderr."""

@@ -9,24 +9,21 @@ After that any number of threads may call ``blocks``; a snapshot is never change
 from __future__ import annotations
 
 import ctypes
-import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import _compat
 from .._errors import LayoutError
-from . import _dtensor, _tree
+from . import _tree
 from ._checksum import RowSum, checksum_of
+from ._describe import Leaf, describe
 from ._device import HostStage
 from ._interval import Interval
-from ._layout import FlatSpace, Layout, View, cut, lay_out, packed_stride
+from ._layout import FlatSpace, Layout, cut, packed_stride
 from ._manifest import (
-    CONJ,
     MAX_MANIFEST_BYTES,
-    NEG,
     PACKED,
     PARAMETER,
     REQUIRES_GRAD,
@@ -43,132 +40,6 @@ SNAPSHOTS = ("small", "all", "none")
 BLOCK_BYTES = 1 << 20
 
 
-class _Leaf(NamedTuple):
-    """A leaf of the state and the tensor whose bytes travel for it: itself, its local shard, or its blob."""
-
-    obj: Any
-    tensor: torch.Tensor
-    flags: int
-    dtensor: dict[str, Any] | None
-
-
-class _Collector:
-    """Gathers the leaves of a state that are not plain: tensors, and blobs for what needs a loader."""
-
-    def __init__(self, weights_only: bool) -> None:
-        self._weights_only = weights_only
-        self._numbers: dict[int, int] = {}
-        self.leaves: list[_Leaf] = []
-
-    def leaf(self, obj: Any, path: _tree.Path) -> _tree.Node:
-        """The node of ``obj``, a tensor or something else that is not plain."""
-        if not isinstance(obj, torch.Tensor):
-            return ["p", self._blob(obj, path)]
-        number = self._numbers.get(id(obj))
-        if number is not None:
-            return ["t", number]
-        local, whole = (_dtensor.local_shard(obj), _dtensor.describe(obj)) if _dtensor.is_dtensor(obj) else (obj, None)
-        if local.device.type == "meta":
-            raise LayoutError(
-                f"{_tree.show_path(path)}: a tensor on the meta device has no bytes; materialize it first"
-            )
-        if not is_plain(local):
-            return ["p", self._blob(obj, path)]
-        self._numbers[id(obj)] = len(self.leaves)
-        return ["t", self._add(_Leaf(obj, local, flags_of(obj, local), whole))]
-
-    def _add(self, leaf: _Leaf) -> int:
-        self.leaves.append(leaf)
-        return len(self.leaves) - 1
-
-    def _blob(self, obj: Any, path: _tree.Path) -> int:
-        where, kind = _tree.show_path(path), f"{type(obj).__module__}.{type(obj).__qualname__}"
-        way_out = (
-            "store it as plain values or tensors, leave it out, or give weights_only=False on both sides (which trusts "
-            "the donor with code)"
-        )
-        if self._weights_only and not _compat.SAFE_LOADER_IS_SOUND:
-            raise LayoutError(
-                f"{where}: a {kind} needs torch's safe loader, which is not safe before torch 2.10 "
-                f"(here {torch.__version__}); {way_out}",
-                keys=(where,),
-            )
-        buffer = io.BytesIO()
-        try:
-            torch.save(obj, buffer)
-            if self._weights_only:
-                torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as e:  # whatever the object's own pickling raises is a refusal of this leaf
-            reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
-            raise LayoutError(
-                f"{where}: a {kind} cannot be carried ({reason}); {way_out}, or allow its class with "
-                "torch.serialization.add_safe_globals on both sides",
-                keys=(where,),
-            ) from e
-        data = bytearray(buffer.getvalue())
-        return self._add(_Leaf(obj, torch.frombuffer(data, dtype=torch.uint8), 0, None))
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of ``tensor`` say it all: strided, not quantized, and of no subclass."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-    )
-
-
-def flags_of(tensor: torch.Tensor, local: torch.Tensor) -> int:
-    """The record's flags of ``tensor``, whose bytes are those of ``local``."""
-    return (
-        (REQUIRES_GRAD if tensor.requires_grad else 0)
-        | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
-        | (CONJ if local.is_conj() else 0)
-        | (NEG if local.is_neg() else 0)
-    )
-
-
-def describe(state: Any, step: int, weights_only: bool) -> tuple[Manifest, Layout, list[_Leaf]]:
-    """Walk and lay out ``state``: a manifest without chunks yet, the layout, and its leaves.
-
-    Raises:
-        LayoutError: a leaf that cannot be carried, by its key and with the way out.
-    """
-    collector = _Collector(weights_only)
-    tree = _tree.encode(state, collector.leaf)
-    views = []
-    for leaf in collector.leaves:
-        t = leaf.tensor
-        storage, size = t.untyped_storage(), t.element_size()
-        key = (t.device, storage.data_ptr())
-        views.append(View(key, offset_bytes(t), size, tuple(t.shape), t.stride()))
-    layout = lay_out(views)
-    kinds: dict[tuple[Any, ...], Spec] = {}
-    specs = []
-    for leaf, place in zip(collector.leaves, layout.places):
-        t, flags = leaf.tensor, leaf.flags
-        if place.region >= 0 and layout.regions[place.region].view is not None:
-            flags |= PACKED
-        kind = (t.dtype, tuple(t.shape), t.stride(), flags)
-        spec = kinds.get(kind)
-        if spec is None:
-            spec = kinds[kind] = Spec(*kind)
-        specs.append(spec)
-    manifest = Manifest(
-        step,
-        tree,
-        [place.region for place in layout.places],
-        [place.offset for place in layout.places],
-        specs,
-        [region.nbytes for region in layout.regions],
-        layout.large,
-        dtensors={i: leaf.dtensor for i, leaf in enumerate(collector.leaves) if leaf.dtensor is not None},
-        leads={i: region.lead for i, region in enumerate(layout.regions) if region.lead},
-    )
-    return manifest, layout, collector.leaves
-
-
 class _Part(NamedTuple):
     """Host memory that is served: ``nbytes`` at ``address``, from ``start`` of its extent; while ``owner`` lives."""
 
@@ -182,7 +53,7 @@ class Snapshot:
     """A published state: the document about it, and its bytes in the flat space."""
 
     def __init__(
-        self, state: Any, manifest: Manifest, leaves: list[_Leaf], parts: list[_Part], copied: set[int]
+        self, state: Any, manifest: Manifest, leaves: list[Leaf], parts: list[_Part], copied: set[int]
     ) -> None:
         self.step = manifest.step
         self.flat: FlatSpace = manifest.flat()

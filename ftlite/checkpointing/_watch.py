@@ -20,7 +20,7 @@ TICK_S = 0.1  # how often the caller looks; ten times a second is as often as an
 _JOIN_S = 1.0
 
 
-class Crew:
+class Watch:
     """``changed`` guards what the jobs share; ``over`` tells them to stop."""
 
     def __init__(self, links: Sequence[Link], deadline: Deadline) -> None:
