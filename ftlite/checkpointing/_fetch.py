@@ -156,8 +156,6 @@ class Transfer:
                     if at == stop:
                         taken.sums.restart()
                     taken.at += n
-                    with self._watch.changed:
-                        self._queue.advanced(taken)
 
 
 class _Sinks:

@@ -31,11 +31,10 @@ class RangeQueue:
     """The ranges of one transfer."""
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self._waiting = deque(Range(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends)))
+        self._all = [Range(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends))]
+        self._waiting = deque(self._all)
         self._taken: set[int] = set()
         self.total = ends[-1] if ends else 0
-        self._finished_bytes = 0
-        self._partial: dict[int, int] = {}
 
     def take(self) -> Range | None:
         """The next range, or None when none waits (those that are taken may come back)."""
@@ -45,10 +44,6 @@ class RangeQueue:
         self._taken.add(found.number)
         return found
 
-    def advanced(self, taken: Range) -> None:
-        """``taken.at`` has moved."""
-        self._partial[taken.number] = taken.at - taken.start
-
     def give_back(self, taken: Range) -> None:
         """The stream that had it is gone; it goes first, since the rest of its bytes are the oldest missing."""
         self._taken.remove(taken.number)
@@ -57,13 +52,11 @@ class RangeQueue:
     def finish(self, taken: Range) -> None:
         """It has arrived and was verified."""
         self._taken.remove(taken.number)
-        self._partial.pop(taken.number, None)
-        self._finished_bytes += taken.end - taken.start
 
     @property
     def done_bytes(self) -> int:
         """How many bytes have arrived."""
-        return self._finished_bytes + sum(self._partial.values())
+        return sum(each.at - each.start for each in self._all)
 
     @property
     def finished(self) -> bool:

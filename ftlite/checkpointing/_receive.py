@@ -34,7 +34,7 @@ from ._client import CHANGED, Answer, Broken, Donor, Later, Link, lost
 from ._device import HostStage
 from ._fetch import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES, Transfer
 from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
-from ._memory import memory_at_hand
+from ._memory import collector_paused, memory_at_hand
 from ._plan import Plan
 from ._snapshot import publish
 from ._watch import Watch
@@ -93,14 +93,16 @@ class Receiver:
         try:
             if self._options.num_chunks == 0:
                 return self._placed(self._stream_of(first))
-            manifest = self._manifest_of(first)
-            plan = Plan(
-                manifest,
-                self._own,
-                device=self._options.device,
-                max_bytes=self._options.max_bytes,
-                loader=_compat.SAFE_LOADER_IS_SOUND or not self._options.weights_only,
-            )
+            document = self._document_of(first)
+            with collector_paused():
+                manifest = self._parsed(document)
+                plan = Plan(
+                    manifest,
+                    self._own,
+                    device=self._options.device,
+                    max_bytes=self._options.max_bytes,
+                    loader=_compat.SAFE_LOADER_IS_SOUND or not self._options.weights_only,
+                )
             self._log_left_alone(plan)
             self.total = manifest.flat().total
             wanted = self._options.num_chunks or min(_MAX_DEFAULT_STREAMS, max(1, (os.cpu_count() or 1) // 2))
@@ -109,7 +111,8 @@ class Receiver:
             plan.settle()
             Transfer(links, manifest, plan, self._deadline).run(self._options.progress)
             try:
-                return plan.finish(self._load_blob)
+                with collector_paused():
+                    return plan.finish(self._load_blob)
             except TransferError as e:  # every byte has arrived, and the state cannot be built all the same
                 e.bytes_done = e.bytes_total = self.total
                 e.destination_dirty, e.keys = plan.in_place, plan.keys if plan.in_place else ()
@@ -171,7 +174,7 @@ class Receiver:
                 watch.pause(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
-    def _manifest_of(self, link: Link) -> Manifest:
+    def _document_of(self, link: Link) -> bytes:
         def job(watch: Watch) -> bytes:
             answer = self._ask(watch, link, "metadata")
             answer.require_protocol()
@@ -190,7 +193,11 @@ class Receiver:
                 )
             return bytes(document)
 
-        manifest = parse(self._watched(link, job, lambda: None, "asking for the metadata"))
+        document: bytes = self._watched(link, job, lambda: None, "asking for the metadata")
+        return document
+
+    def _parsed(self, document: bytes) -> Manifest:
+        manifest = parse(document)
         if manifest.step != self._step:
             raise IntegrityError(f"{self._donor.shown} sent step {manifest.step} where step {self._step} was asked for")
         return manifest

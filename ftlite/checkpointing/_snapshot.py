@@ -31,7 +31,7 @@ from ._manifest import (
     Spec,
     with_bits,
 )
-from ._memory import byte_tensor, copy_elements, offset_bytes, tensor_in, view_at
+from ._memory import byte_tensor, collector_paused, copy_elements, offset_bytes, tensor_in, view_at
 
 # Optimizer steps, BatchNorm statistics, counters, RNG states: what a forward or a scheduler changes is small.
 SNAPSHOT_BYTES = 32 << 20
@@ -175,7 +175,8 @@ def publish(
     Raises:
         LayoutError: a leaf that cannot be carried.
     """
-    manifest, layout, leaves = describe(state, step, weights_only)
+    with collector_paused():
+        manifest, layout, leaves = describe(state, step, weights_only)
     manifest.ends = cut(sum(manifest.sizes), num_chunks)
     tensors = [leaf.tensor for leaf in leaves]
     owners = _owners(manifest)
