@@ -76,6 +76,8 @@ class Link:
         self._reader = reader
         self._deadline = deadline
         self._http: http.client.HTTPConnection | None = None
+        # kept apart, since http.client forgets the socket of an answer that will end with the connection
+        self._sock: socket.socket | None = None
         self._closed = False
 
     def get(self, step: int, what: str, start: int = 0) -> Answer:
@@ -110,7 +112,7 @@ class Link:
         if self._http is not None:
             self._shut()  # a process that was forked meanwhile has it open as well
             self._http.close()
-            self._http = None
+            self._http = self._sock = None
 
     def cut(self) -> None:
         """End whatever the connection is waiting for, from any thread, for good."""
@@ -118,22 +120,23 @@ class Link:
         self._shut()
 
     def _shut(self) -> None:
-        connection = self._http
-        sock = connection.sock if connection is not None else None
+        sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _connection(self) -> http.client.HTTPConnection:
+        if self._http is not None and self._http.sock is None:
+            self.close()  # the donor ended it with its last answer
         if self._closed:
             raise Broken("the transfer has ended")
         if self._http is None:
             connection = http.client.HTTPConnection(self.donor.host, self.donor.port)
-            connection.sock = self.donor.connect(self._deadline)
+            self._sock = connection.sock = self.donor.connect(self._deadline)
             connection.auto_open = 0  # http.client would look the name up again
             self._http = connection
             if self._closed:  # cut() came while the connection was being made
-                self.cut()
+                self._shut()
         sock: socket.socket = self._http.sock
         sock.settimeout(max(0.05, min(IDLE_S, self._deadline.remaining_s())))
         return self._http

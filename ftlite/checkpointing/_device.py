@@ -40,6 +40,10 @@ class _Slot:
             self.event.synchronize()
         for at, host, _ in self.targets:
             host.copy_(self.buffer[at : at + host.numel()])
+        self.clear()
+
+    def clear(self) -> None:
+        """Be empty."""
         self.used, self.targets, self.event = 0, [], None
 
 
@@ -91,6 +95,13 @@ class HostStage:
         if lane is None:
             lane = self._lanes[source.device] = _Lane(source.device, self._slot_bytes)
         lane.copy(host, source)
+
+    def abandon(self) -> None:
+        """Forget the copies under way, after a failure, so that nothing keeps their memory."""
+        for lane in self._lanes.values():
+            lane.stream.synchronize()
+            for slot in lane.slots:
+                slot.clear()
 
     def finish(self) -> None:
         """Wait until every copy is where it belongs; the sources may be changed from here on."""

@@ -107,7 +107,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self._stage = HostStage()
         self._sending = threading.Lock()
         self._full_lock = threading.Lock()
-        self._full: tuple[Snapshot, int, int, Any] | None = None
         address = _interfaces.choose_address(host, interface)
         listener = _net.listen(bind or address.ip, 0 if bind else address.family, port, _BACKLOG)
         secret = secrets.token_hex(_SECRET_BYTES)
@@ -145,7 +144,6 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._acceptor is None:
                 raise StateError("send_checkpoint() after shutdown()", state="shut down", attempted="send_checkpoint")
             self._close(deadline)
-            self._full = None  # it would keep the last step's state, and the copies of it
             self._gate.stage(step)
             began_s = time.perf_counter()
             try:
@@ -197,6 +195,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             wait: whether to wait, some seconds at most, for the threads to end.
         """
+        self._server.cut_all(0.0)  # a send may be waiting for readers
         with self._sending:
             acceptor, self._acceptor = self._acceptor, None
         if acceptor is None:
@@ -206,14 +205,13 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server.cut_all(_SHUTDOWN_S if wait else 0.0)
         self._gate.close(Deadline(0.0))
         self._gate.drop()
-        self._full = None
         if wait:
             acceptor.join(_SHUTDOWN_S)
 
     def _measured(self, snapshot: Snapshot) -> tuple[int, int, Callable[[Any], None]]:
         """The length and checksum of the single stream of ``snapshot``, found once, and what writes it."""
         with self._full_lock:
-            if self._full is None or self._full[0] is not snapshot:
+            if snapshot.stream is None:
                 whole, meter = snapshot.whole(), _stream.Meter()
                 try:
                     _stream.save(whole, meter)
@@ -222,8 +220,8 @@ class HTTPTransport(CheckpointTransport[T]):
                         f"torch cannot write this state as one stream ({type(e).__name__}: {e!s:.200}); "
                         "num_chunks=None at the receiver carries it"
                     ) from e
-                self._full = (snapshot, meter.sums.nbytes, meter.sums.value(), whole)
-            _, length, checksum, whole = self._full
+                snapshot.stream = (meter.sums.nbytes, meter.sums.value(), whole)
+            length, checksum, whole = snapshot.stream
         return length, checksum, lambda sink: _stream.save(whole, sink)
 
     # --- the receiver -------------------------------------------------------------------------------------

@@ -188,14 +188,17 @@ def _spec(row: Any) -> Spec:
 def _check_places(
     regions: list[int], offsets: list[int], specs: list[Spec], sizes: list[int], leads: dict[int, int]
 ) -> None:
+    filled = [0] * len(sizes)
     for region, offset, spec in zip(regions, offsets, specs):
         if region < 0 or spec.wire_bytes == 0:
             _expect(region < 0 and offset == 0 and spec.wire_bytes == 0, "an empty tensor with a place")
             continue
-        _expect(offset + spec.wire_bytes <= sizes[region], "a tensor outside of its region")
+        filled[region] = max(filled[region], offset + spec.wire_bytes)
         if offset or leads:
             _expect((offset + leads.get(region, 0)) % spec.dtype.itemsize == 0, "a tensor that is not aligned")
             _expect(not offset or not spec.flags & PACKED, "a packed tensor with an offset")
+    # more would be written behind the tensors of a receiver in place, less read from behind the region
+    _expect(filled == sizes and 0 not in sizes, "a region that is not what its tensors fill")
 
 
 def with_bits(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Match:
             self._note_only_here(own, path, 0)
 
     def _blob(self, spec: Spec, own: Any, path: _tree.Path) -> None:
-        if spec.dtype is not torch.uint8 or len(spec.shape) != 1:
+        if spec.dtype is not torch.uint8 or spec.flags or spec.shape != (spec.wire_bytes,):
             raise _tree.Malformed("an object that is no run of bytes")
         if isinstance(own, torch.Tensor):
             raise self._misfit(

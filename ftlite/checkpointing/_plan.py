@@ -101,7 +101,8 @@ class Plan:
                     staged.append(region)
                 continue
             mine = local[number]
-            if mine is not None and lies_alike(mine, manifest.specs[number]):
+            whole = manifest.specs[number].wire_bytes == manifest.sizes[region]
+            if mine is not None and whole and lies_alike(mine, manifest.specs[number]):
                 self.intervals[region] = Interval(0, manifest.sizes[region], mine)
             else:
                 staged.append(region)
@@ -166,7 +167,13 @@ class Plan:
 
     def _allocate(self, region: int) -> None:
         size, lead = self._manifest.sizes[region], self._manifest.leads.get(region, 0)
-        buffer = torch.empty(lead + size, dtype=torch.uint8, device=self._device)
+        try:
+            buffer = torch.empty(lead + size, dtype=torch.uint8, device=self._device)
+        except RuntimeError as e:  # torch says so when a device is full
+            raise LayoutError(
+                f"{size} bytes for the donor's state cannot be allocated on {self._device} ({e!s:.200}); nothing was "
+                "written: free memory, or heal in place (state_dict=)"
+            ) from e
         self._buffers[region] = buffer
         self.intervals[region] = Interval(0, size, buffer[lead:] if lead else buffer)
 

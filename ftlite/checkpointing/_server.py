@@ -44,6 +44,7 @@ HEAD_S = 10.0  # a request head is one packet; ten seconds forgive a lost one se
 HEAD_BYTES = 8192  # ours take 300
 KEEP_ALIVE_S = 60.0  # a reader that copies a large block to a slow device is silent meanwhile
 SEND_S = 30.0  # per block of 1 MB: who takes less than 35 KB/s has stopped reading
+_PIECE_BYTES = 1 << 20
 HOLD_S = 0.5  # how long a request waits for the gate before it is told to come back: well below any idle limit
 _LOWEST_RANGE = re.compile(r"bytes=(\d{1,19})-\Z", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}\Z", re.ASCII)
@@ -248,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif what == "full":
             length, total, write = self.server.full(snapshot)
             self._send_head(200, length, total)
-            with io.BufferedWriter(_Body(self._send), 1 << 20) as body:
+            with io.BufferedWriter(_Body(self._send), _PIECE_BYTES) as body:
                 write(body)
         else:
             self._send_chunk(snapshot, int(what))
@@ -322,5 +323,7 @@ class _Body(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        self._send(data)
-        return len(data)
+        # a storage comes in one piece, and the time limit of a send is for each call
+        part = memoryview(data)[:_PIECE_BYTES]
+        self._send(part)
+        return len(part)

@@ -56,6 +56,8 @@ class Snapshot:
         self, state: Any, manifest: Manifest, leaves: list[Leaf], parts: list[_Part], copied: set[int]
     ) -> None:
         self.step = manifest.step
+        # length, checksum and object of the single stream, once somebody has asked for it; not used here
+        self.stream: tuple[int, int, Any] | None = None
         self.flat: FlatSpace = manifest.flat()
         self.ends = manifest.ends
         self._state = state
@@ -75,7 +77,15 @@ class Snapshot:
             )
 
     def whole(self) -> Any:
-        """The state as one object, on the host, with the values of publish where those were copied."""
+        """The state as one object, on the host, with the values of publish where those were copied.
+
+        Raises:
+            LayoutError: it has a DTensor on a device, which is on the host as a shard only.
+        """
+        if any(each.dtensor is not None and each.tensor.device.type != "cpu" for each in self._leaves):
+            raise LayoutError(
+                "the single stream carries no DTensor of a device; the receiver needs num_chunks=None for it"
+            )
         made: dict[int, Any] = {}
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -185,22 +195,25 @@ def publish(
     arena_address = arena.data_ptr()
     parts: list[_Part] = []
     start = 0
-    for number, region in enumerate(layout.regions):
-        small = number >= layout.large
-        part = _place(tensors[owners[number]], layout, number, start if small else 0)
-        if number in copied and small:
-            target = _Part(start, region.nbytes, arena_address, arena)
-            arena_address += region.nbytes
-            _copy(part, target, stage)
-            part = target
-        elif number in copied:
-            host = torch.empty(region.nbytes, dtype=torch.uint8)
-            target = _Part(0, region.nbytes, host.data_ptr(), host)
-            _copy(part, target, stage)
-            part = target
-        parts.append(part)
-        start += region.nbytes if small else 0
-    stage.finish()
+    try:
+        for number, region in enumerate(layout.regions):
+            small = number >= layout.large
+            part = _place(tensors[owners[number]], layout, number, start if small else 0)
+            if number not in copied:
+                # of the storage and not of the tensor, whose .data the trainer may set to other memory
+                part = part._replace(owner=byte_tensor(part.owner, 0, 0))
+            elif small:
+                part = _copied(part, _Part(start, region.nbytes, arena_address, arena), stage)
+                arena_address += region.nbytes
+            else:
+                host = torch.empty(region.nbytes, dtype=torch.uint8)
+                part = _copied(part, _Part(0, region.nbytes, host.data_ptr(), host), stage)
+            parts.append(part)
+            start += region.nbytes if small else 0
+        stage.finish()
+    except BaseException:
+        stage.abandon()
+        raise
     return Snapshot(state, manifest, leaves, parts, copied)
 
 
@@ -239,14 +252,14 @@ def _place(tensor: torch.Tensor, layout: Layout, number: int, start: int) -> _Pa
     return _Part(start, region.nbytes, packed.data_ptr(), packed)
 
 
-def _copy(part: _Part, target: _Part, stage: HostStage) -> None:
-    """Copy ``part`` to ``target``, on the host; from a device by way of ``stage``."""
+def _copied(part: _Part, target: _Part, stage: HostStage) -> _Part:
+    """Copy ``part`` to ``target``, on the host, and return that; from a device by way of ``stage``."""
     if part.owner.device.type == "cpu":
         ctypes.memmove(target.address, part.address, part.nbytes)
-        return
-    base = part.owner.untyped_storage().data_ptr()
-    source = byte_tensor(part.owner, part.address - base, part.nbytes)
-    stage.copy(byte_tensor(target.owner, target.address - target.owner.data_ptr(), target.nbytes), source)
+    else:
+        source = byte_tensor(part.owner, part.address - part.owner.untyped_storage().data_ptr(), part.nbytes)
+        stage.copy(byte_tensor(target.owner, target.address - target.owner.data_ptr(), target.nbytes), source)
+    return target
 
 
 def _joined(parts: list[_Part]) -> list[_Part]:

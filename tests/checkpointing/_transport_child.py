@@ -119,7 +119,9 @@ def confined() -> None:
         up = struct.pack("16sh14x", b"lo", 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
         fcntl.ioctl(control, 0x8914, up)  # SIOCSIFFLAGS
     sys.modules["numpy"] = None  # type: ignore[assignment]
-    _transport().shutdown()  # all that is imported comes from folders that the other user may not read
+    _round_trips(
+        3
+    )  # all that is imported, torch's own late imports too, comes from folders the other user may not read
     socket.getaddrinfo("127.0.0.1", 0)  # imports a codec
     os.setgroups([])
     os.setgid(NOBODY)
