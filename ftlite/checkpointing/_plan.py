@@ -64,7 +64,8 @@ class Plan:
         self._gapped: dict[tuple[Any, ...], torch.UntypedStorage] = {}
         staged = self._assign()
         refuse_shared_targets(manifest, self._match)
-        self._limit(staged, max_bytes)
+        self.new_bytes = self._new_bytes(staged)
+        self._limit(self.new_bytes, max_bytes)
         for region in staged:
             self._allocate(region)
 
@@ -144,13 +145,17 @@ class Plan:
         self._aliases.update({number: taken[kind][1] for number, kind in free})
         return True
 
-    def _limit(self, staged: list[int], max_bytes: int | None) -> None:
+    def _new_bytes(self, staged: list[int]) -> int:
+        """How many bytes have to be allocated."""
         manifest = self._manifest
-        total = sum(manifest.sizes)
         needed = sum(manifest.sizes[region] + manifest.leads.get(region, 0) for region in staged)
         for number, spec in enumerate(manifest.specs):  # what is sent without its gaps gets them back
             if spec.flags & PACKED and self._match.own[number] is None:
                 needed += spec.fresh_bytes
+        return needed
+
+    def _limit(self, needed: int, max_bytes: int | None) -> None:
+        total = sum(self._manifest.sizes)
         if max_bytes is not None and max(total, needed) > max_bytes:
             raise LayoutError(
                 f"the donor's state has {total} bytes, and {needed} have to be allocated here; max_bytes is "

@@ -41,8 +41,9 @@ from ._watch import Watch
 
 logger = logging.getLogger(__name__)
 
-# A stream keeps a core busy at either end, so more of them than half the cores only take turns; four fill any wire
-# that one process can fill. num_chunks= overrides it, up to what does not merely contend for the interpreter.
+# A stream keeps a core busy at either end, so more of them than half the cores only take turns; but into new memory the
+# kernel spends more on handing out pages than on copying, and that goes on beside the interpreter, so there every core
+# has one. Four fill any wire that one process can fill. num_chunks= overrides it, up to what does not merely contend.
 _MAX_DEFAULT_STREAMS = 4
 _MAX_STREAMS = 16
 _LISTED = 8  # keys in a log line
@@ -105,7 +106,9 @@ class Receiver:
                 )
             self._log_left_alone(plan)
             self.total = manifest.flat().total
-            wanted = self._options.num_chunks or min(_MAX_DEFAULT_STREAMS, max(1, (os.cpu_count() or 1) // 2))
+            cores = os.cpu_count() or 1
+            fitting = max(1, cores if plan.new_bytes > self.total // 2 else cores // 2)
+            wanted = self._options.num_chunks or min(fitting, _MAX_DEFAULT_STREAMS)
             self.streams = max(1, min(wanted, len(manifest.ends), _MAX_STREAMS))
             links += [self._link() for _ in range(self.streams - 1)]
             plan.settle()
