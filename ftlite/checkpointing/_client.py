@@ -76,8 +76,9 @@ class Link:
         self._reader = reader
         self._deadline = deadline
         self._http: http.client.HTTPConnection | None = None
-        # kept apart, since http.client forgets the socket of an answer that will end with the connection
+        # kept apart, since http.client forgets both with an answer that will end with the connection
         self._sock: socket.socket | None = None
+        self._response: http.client.HTTPResponse | None = None
         self._closed = False
 
     def get(self, step: int, what: str, start: int = 0) -> Answer:
@@ -94,7 +95,7 @@ class Link:
         try:
             connection = self._connection()
             connection.request("GET", f"{self.donor.path}{step}/{what}", headers=headers)
-            response = connection.getresponse()
+            response = self._response = connection.getresponse()
         except (OSError, http.client.HTTPException) as e:
             self.close()
             if isinstance(e, (DeadlineExceeded, TransferError)):
@@ -112,7 +113,9 @@ class Link:
         if self._http is not None:
             self._shut()  # a process that was forked meanwhile has it open as well
             self._http.close()
-            self._http = self._sock = None
+            if self._response is not None:
+                self._response.close()
+            self._http = self._sock = self._response = None
 
     def cut(self) -> None:
         """End whatever the connection is waiting for, from any thread, for good."""
