@@ -159,9 +159,11 @@ class Proxy(_Server):
         try:
             while block := sock.recv(_BLOCK):
                 far.sendall(block)
-            far.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+        finally:  # a reset is an end as well: a connection that waits for the next request learns of it only here
+            with contextlib.suppress(OSError):
+                far.shutdown(socket.SHUT_WR)
 
 
 def ask(metadata: str, step: int, what: str) -> bytes:
