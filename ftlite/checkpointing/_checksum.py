@@ -9,6 +9,7 @@ the length travels beside the checksum, so padding cannot hide a cut.
 
 from __future__ import annotations
 
+import sys
 import zlib
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ._memory import unlocked, view_of
 
 ROW_BYTES = 4096
+_WORD = (1 << 64) - 1
 _ROW_WORDS = ROW_BYTES // 8
 # torch hands a reduction of 32,768 elements or more to OpenMP, whose threads spin beside the threads that
 # copy from the sockets and halve the speed of the transfer on a small machine. 63 rows stay below that.
@@ -41,8 +43,7 @@ class RowSum:
             view = view[missing:]
             if len(self._carry) < ROW_BYTES:
                 return
-            self._add_rows(memoryview(self._carry))
-            self._carry = bytearray()
+            self._end_row()
         whole = len(view) // ROW_BYTES * ROW_BYTES
         if whole:
             self._add_rows(view[:whole])
@@ -53,13 +54,19 @@ class RowSum:
         """Begin a new row with the next byte: called where two regions of memory meet, so that neither
         side has to bring the two together before it can add them up."""
         if self._carry:
-            self._add_rows(memoryview(self._carry.ljust(ROW_BYTES, b"\0")))
-            self._carry = bytearray()
+            self._end_row()
 
     def value(self) -> int:
         """The checksum of all that was fed; ends a row that is cut short."""
         self.restart()
         return self._crc
+
+    def _end_row(self) -> None:
+        """Add the one row that was begun; in Python, since one row is less work than a call of torch."""
+        self._carry += bytes(-len(self._carry) % 8)
+        total = sum(memoryview(self._carry).cast("q")) & _WORD
+        self._crc = zlib.crc32(total.to_bytes(8, sys.byteorder), self._crc)
+        self._carry = bytearray()
 
     def _add_rows(self, view: memoryview) -> None:
         rows = torch.frombuffer(view, dtype=torch.int64).view(-1, _ROW_WORDS)
