@@ -29,8 +29,23 @@ from ._errors import (
 from ._lazy import open_door
 
 if TYPE_CHECKING:
-    from . import checkpointing
+    from . import checkpointing, process_group
     from .checkpointing import CheckpointTransport, HTTPTransport, RWLock
+    from .process_group import (
+        ErrorSwallowingProcessGroupWrapper,
+        FakeProcessGroupWrapper,
+        ManagedProcessGroup,
+        ProcessGroup,
+        ProcessGroupBabyGloo,
+        ProcessGroupBabyNCCL,
+        ProcessGroupBabyXCCL,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+        ProcessGroupWrapper,
+        create_store_client,
+        register_backend,
+    )
 
 __version__ = "0.1.0"
 
@@ -40,12 +55,23 @@ __all__ = [
     "ChildError",
     "ChildStartFailed",
     "DeadlineExceeded",
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
     "FtliteError",
     "HTTPTransport",
     "IncompleteTransfer",
     "IntegrityError",
     "LayoutError",
+    "ManagedProcessGroup",
     "NotServing",
+    "ProcessGroup",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
     "ProtocolError",
     "QuorumError",
     "RWLock",
@@ -55,14 +81,31 @@ __all__ = [
     "UnsupportedOp",
     "__version__",
     "checkpointing",
+    "create_store_client",
+    "process_group",
+    "register_backend",
 ]
 
 __getattr__, __dir__ = open_door(
     __name__,
     {
         "CheckpointTransport": ".checkpointing",
+        "ErrorSwallowingProcessGroupWrapper": ".process_group",
+        "FakeProcessGroupWrapper": ".process_group",
         "HTTPTransport": ".checkpointing",
+        "ManagedProcessGroup": ".process_group",
+        "ProcessGroup": ".process_group",
+        "ProcessGroupBabyGloo": ".process_group",
+        "ProcessGroupBabyNCCL": ".process_group",
+        "ProcessGroupBabyXCCL": ".process_group",
+        "ProcessGroupDummy": ".process_group",
+        "ProcessGroupGloo": ".process_group",
+        "ProcessGroupNCCL": ".process_group",
+        "ProcessGroupWrapper": ".process_group",
         "RWLock": ".checkpointing",
         "checkpointing": ".checkpointing",
+        "create_store_client": ".process_group",
+        "process_group": ".process_group",
+        "register_backend": ".process_group",
     },
 )

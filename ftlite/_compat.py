@@ -29,3 +29,8 @@ streaming_load: Any | None = getattr(_streaming, "_streaming_load", None) if TOR
 save_records: Any | None = getattr(torch.serialization, "_save", None)
 load_records: Any | None = getattr(torch.serialization, "_load", None)
 safe_unpickler: Any | None = getattr(torch, "_weights_only_unpickler", None)
+
+# Before torch 2.7, C++ that gets a Work made in Python drops the Python half: who has it waits for ever on the
+# native half. Where this is true a group keeps its Works alive by itself. Goes when 2.7 is the oldest; keeping them
+# where there is no need costs one dictionary entry, so the bound is on the safe side.
+WORK_LOSES_ITS_PYTHON_HALF = TORCH < (2, 8)

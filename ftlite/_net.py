@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 from ._deadline import Deadline
 from ._errors import IncompleteTransfer, TransferError
 
-__all__ = ["Candidate", "connect", "listen", "resolve", "split_url", "url_host"]
+__all__ = ["Candidate", "connect", "listen", "resolve", "split_store_address", "split_url", "url_host"]
 
 _logger = logging.getLogger(__name__)
 
@@ -192,6 +192,22 @@ def connect(candidates: Sequence[Candidate], deadline: Deadline, idle_s: float, 
     raise IncompleteTransfer(
         f"cannot connect to {tries}; check that the peer still runs and that this machine can reach its address"
     ) from last
+
+
+def split_store_address(text: str) -> tuple[str, int, str]:
+    """Take apart the address of a store, ``host:port/prefix``: host, port, prefix ("" where there is none).
+
+    An IPv6 host stands in brackets, or bare, since the port follows the last colon either way.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    where, _, prefix = text.partition("/")
+    host, _, port = where.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"the store address {text!r} is not host:port/prefix: give for example 10.0.0.1:29500/step7")
+    return host, int(port), prefix
 
 
 # --- numeric addresses, for _interfaces as well ----------------------------------------------------------

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Groups whose backend runs in a child process: it may hang, crash or be killed, and the trainer goes on.
+
+A group has one child at a time, for as long as it keeps its peers. ``configure`` leaves the old one behind, whatever
+state it is in, and has the template fork a new one: milliseconds, where the start of a process costs seconds.
+
+Threads: ops, ``abort``, ``errored`` and waits from any; ``configure`` and ``shutdown`` take turns. A fork of the
+trainer cannot use its groups, and leaves them alone when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import Work
+
+from .._deadline import Deadline, Timeout
+from .._errors import StateError
+from . import _messages as says
+from ._arena import Arena
+from ._backends import BACKENDS
+from ._interface import ProcessGroup
+from ._ops import Op
+from ._session import Session
+from ._template import Template, acquire
+
+__all__ = ["ProcessGroupBaby", "ProcessGroupBabyGloo", "ProcessGroupBabyXCCL"]
+
+
+class _Holdings:
+    """What a group has to give back, apart from it, so that its destructor can."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.template: Template | None = None
+        self.session: Session | None = None
+        self.arena = Arena()
+
+    def drop(self) -> None:
+        """The group was collected: in any thread, in the middle of anything, so nothing may wait here."""
+        if os.getpid() != self.owner:
+            return
+        session, template = self.session, self.template
+        if session is not None:
+            session.cut()
+        if template is not None:
+            # the release waits for the end of the template process
+            threading.Thread(target=template.release, name="release the template", daemon=True).start()
+
+
+class ProcessGroupBaby(ProcessGroup):
+    """A group in a child process. A subclass names its backend.
+
+    Args:
+        timeout: a timedelta or seconds, for ``configure`` and for every op.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(self, timeout: Timeout = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        self._turn = threading.Lock()
+        self._epoch = 0
+        self._rank = 0
+        self._size = 1
+        self._held = _Holdings()
+        self._held.template = acquire()
+        weakref.finalize(self, self._held.drop).atexit = False  # the template's own exit hook ends it all
+
+    # --- its life ---------------------------------------------------------------------------------------
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Meet new peers in a new child, as :meth:`ProcessGroup.configure`; what was pending fails as stale.
+
+        Raises:
+            ChildStartFailed: no child could be started; its exit code and the end of its stderr are told.
+            RemoteFailure: the backend did not come up.
+        """
+        self._require_owner("configure")
+        deadline = Deadline(self._timeout_s)
+        if not self._turn.acquire(timeout=deadline.limit_s):
+            raise deadline.exceeded("configure: waiting for another call of configure or shutdown")
+        try:
+            held = self._held
+            if held.template is None:  # after a shutdown
+                held.template = acquire()
+            self._epoch += 1
+            ranks = tuple(global_ranks or ())
+            message = says.Configure(
+                self._epoch, self.backend, store_addr, rank, world_size, deadline.remaining_s(), ranks
+            )
+            old, held.session = held.session, Session(held.arena, message)
+            if old is not None:
+                old.supersede()
+            self._rank, self._size = rank, world_size
+            held.session.start(held.template, None, deadline)
+        finally:
+            self._turn.release()
+
+    def abort(self, reason: Any = None) -> None:
+        """Kill the child and fail everything pending with ``reason`` (an exception or a text), at once.
+
+        During ``configure``, that raises. Before it and when called again, nothing happens.
+        """
+        self._require_owner("abort")
+        session = self._held.session
+        if session is not None:
+            session.abort(reason)
+
+    def shutdown(self) -> None:
+        """End the child and give everything back, within half a second."""
+        if self._is_unregistering() or os.getpid() != self._held.owner:
+            return
+        with self._turn:
+            held = self._held
+            session, held.session = held.session, None
+            template, held.template = held.template, None
+        if session is not None:
+            session.close()
+        if template is not None:
+            template.release()
+
+    def errored(self) -> Exception | None:
+        """What broke the group since ``configure``, after which only another one helps; None while it works."""
+        session = self._held.session
+        return None if session is None else session.error
+
+    # --- ops --------------------------------------------------------------------------------------------
+
+    def _issue(self, op: Op, values: list[Any], options: Any) -> Work:
+        session = self._held.session
+        if session is None or os.getpid() != self._held.owner:
+            self._require_owner(op.name)
+            raise StateError(
+                f"{op.name} on {self!r}, which has no peers: call configure() first",
+                state="unconfigured",
+                attempted=op.name,
+            )
+        own = getattr(options, "timeout", None)
+        limit_s = own.total_seconds() if own is not None and own > _NONE else self._timeout_s
+        return session.issue(op, values, options, limit_s)
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A CPU tensor, its content undefined, in memory that the children see: its ops need no copy.
+
+        Args:
+            size: its shape.
+            dtype: its dtype.
+
+        Its storage cannot be resized; it may outlive the group.
+        """
+        return self._held.arena.empty(tuple(size), dtype)
+
+    def _require_owner(self, attempted: str) -> None:
+        if os.getpid() != self._held.owner:
+            raise StateError(
+                f"{attempted}: process {os.getpid()} is a fork of {self._held.owner}, whose {self!r} it cannot use: "
+                "make a group of its own",
+                state="forked",
+                attempted=attempted,
+            )
+
+    # --- what it is -------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """How many ranks the group has now; 1 before ``configure``."""
+        return self._size
+
+    def rank(self) -> int:
+        """The rank of this process; 0 before ``configure``."""
+        return self._rank
+
+    def num_active_work(self) -> int:
+        """How many ops have not settled."""
+        session = self._held.session
+        return 0 if session is None else session.active
+
+    def getBackendName(self) -> str:
+        """Under which name ``register_backend`` makes it known."""
+        return f"ftlite-baby-{self.backend}"
+
+    def _devices(self) -> list[str]:
+        return list(BACKENDS[self.backend].devices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank()} of {self.size()})"
+
+
+_NONE = timedelta(0)  # torch's options hold less for "the group's timeout"
+
+
+class ProcessGroupBabyGloo(ProcessGroupBaby):
+    """Gloo in a child process, for CPU tensors of any strides."""
+
+    backend = "gloo"
+
+
+class ProcessGroupBabyXCCL(ProcessGroupBaby):
+    """XCCL in a child process, for XPU tensors."""
+
+    backend = "xccl"

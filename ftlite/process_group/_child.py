@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a child runs: it makes the backend, starts the ops that the trainer sends, and says when each is done.
+
+The contract
+    descriptors   ``end``, the socket to the trainer, in frames of ``Pipe``
+    first         Hello; then Configure is awaited, and answered by Ready or ConfigureFailed
+    then          each Run by Done, OpFailed or Unsupported, in whatever order the ops end
+    last          nothing: the trainer sends Bye, or closes the socket, or kills this process
+    exit code     0 after Bye, and when the trainer has closed the socket; 70 and a traceback otherwise
+
+Ops are started in the order of their messages, for that is how a backend pairs them with those of the other ranks;
+one with ``after`` waits here for that op, and whatever follows waits with it, as it would on a device's stream.
+
+Threads: the main one reads and starts. Done is sent by whoever notices the end: a thread of the backend's in the
+callback of a future, or, for Works that have none, one of ours that waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from .._deadline import LONGEST_S
+from .._errors import ProtocolError, UnsupportedOp
+from . import _messages as says
+from ._backends import BACKENDS, Backend
+from ._mapping import Mapping, dtype_from_code
+from ._native import explained, has_future
+from ._ops import BY_NUMBER, Op, call, options_from_fields, walk
+from ._pipe import Pipe, PipeBroken
+from ._store import create_store_client
+
+__all__ = ["main"]
+
+# The trainer may be stopped in a debugger for as long as somebody looks at it; one that is gone is an end of file.
+_WRITE_LIMIT_S = LONGEST_S
+# As much of a text as an error is to repeat: a message of NCCL's with its stack, and not a dump of a tensor.
+_TEXT_CHARS = 20_000
+
+
+def main(end: socket.socket) -> int:
+    """Serve the trainer at the other side of ``end`` until it has no more to say; the exit code."""
+    return _Child(Pipe(end, _WRITE_LIMIT_S)).run()
+
+
+@dataclass(slots=True)
+class _Running:
+    """An op that was started, with what has to live until it is done."""
+
+    op: Op
+    work: Any
+    values: list[Any]
+    options: Any
+
+
+class _Child:
+    """The one trainer, the one backend and the ops that run."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._segments: dict[int, Mapping] = {}
+        self._backend: Backend | None = None
+        self._group: Any = None
+        self._timeout_s = 0.0
+        self._changed = threading.Condition()
+        self._running: dict[int, _Running] = {}
+        self._waiters = _Waiters()
+
+    def run(self) -> int:
+        try:
+            self._say(says.Hello(os.getpid()))
+            while True:
+                message = says.decode(self._pipe.receive())
+                if isinstance(message, says.Bye):
+                    return 0
+                self._obey(message)
+        except PipeBroken:  # the trainer is gone, or has no use for this process any more
+            return 0
+        except Exception as error:
+            self._say(says.Broken(*_told(error)))
+            raise
+
+    def _say(self, message: says.Message) -> None:
+        self._pipe.send(says.encode(message))
+
+    def _obey(self, message: says.Message) -> None:
+        if isinstance(message, says.Run):
+            self._start(message)
+        elif isinstance(message, says.Segment):
+            fd = self._pipe.receive_fd()
+            try:
+                self._segments[message.number] = Mapping(fd, message.nbytes)
+            finally:
+                os.close(fd)
+        elif isinstance(message, says.DropSegment):
+            self._segments.pop(message.number).close()
+        elif isinstance(message, says.Configure):
+            self._configure(message)
+        else:
+            raise ProtocolError(f"the trainer sent {type(message).__name__}, which is the child's to say")
+
+    def _configure(self, message: says.Configure) -> None:
+        self._timeout_s = message.timeout_s
+        try:
+            backend = self._backend = BACKENDS[message.backend]
+            self._say(says.Phase(f"connecting to the store at {message.store_addr}"))
+            store = create_store_client(message.store_addr, message.timeout_s)
+            self._say(says.Phase(f"meeting the other {message.world_size - 1} ranks at {message.store_addr}"))
+            ranks = message.global_ranks
+            self._group = backend.make(store, message.rank, message.world_size, message.timeout_s, ranks)
+        except PipeBroken:
+            raise
+        except BaseException as error:  # SystemExit of a library as well: the trainer has to be told
+            self._say(says.ConfigureFailed(*_told(error)))
+            return
+        self._say(says.Ready(message.epoch))
+
+    # --- ops --------------------------------------------------------------------------------------------
+
+    def _start(self, message: says.Run) -> None:
+        backend = self._backend
+        if backend is None or not 0 <= message.op < len(BY_NUMBER):
+            raise ProtocolError(f"op number {message.op} before Configure, or not in the table of {len(BY_NUMBER)}")
+        op, op_id = BY_NUMBER[message.op], message.op_id
+        if message.after >= 0:
+            with self._changed:  # the trainer's own limit ends this process when it takes too long
+                self._changed.wait_for(lambda: message.after not in self._running, LONGEST_S)
+        values: list[Any] = []
+        options = None
+        try:
+            values = [self._value(arg) for arg in message.args]
+            options = options_from_fields(op.options, message.options)
+            if options is not None and message.timeout_s != self._timeout_s:
+                options.timeout = timedelta(seconds=message.timeout_s)
+            work = call(op, self._group, values, options)
+        except ProtocolError:
+            raise
+        except BaseException as error:
+            self._failed(op_id, _Running(op, None, values, options), error)
+            return
+        with self._changed:
+            self._running[op_id] = _Running(op, work, values, options)
+        if has_future(work):
+            work.get_future().add_done_callback(lambda future: self._ended(op_id, future))
+        else:
+            self._waiters.run(lambda: self._wait(op_id, work, message.timeout_s))
+
+    def _value(self, arg: Any) -> Any:
+        """An argument as the backend takes it: references become tensors, tuples lists."""
+        if not isinstance(arg, tuple):
+            return arg
+        if arg and arg[0] == "t":
+            _, segment, offset, code, shape = arg
+            mapping = self._segments.get(segment)
+            if mapping is None:
+                raise ProtocolError(f"a tensor lies in segment {segment}, which the trainer has not sent")
+            return mapping.tensor(offset, dtype_from_code(code), shape)
+        return [self._value(each) for each in arg]
+
+    def _wait(self, op_id: int, work: Any, timeout_s: float) -> None:
+        try:
+            # never a shorter time than the op's: Gloo closes the connection for good when such a wait ends
+            work.wait(timedelta(seconds=timeout_s))
+        except BaseException as error:
+            self._over(op_id, error)
+        else:
+            self._over(op_id, None)
+
+    def _ended(self, op_id: int, future: Any) -> None:
+        try:
+            future.value()  # raises what the op failed with
+        except BaseException as error:
+            self._over(op_id, error)
+        else:
+            self._over(op_id, None)
+
+    def _over(self, op_id: int, error: BaseException | None) -> None:
+        """An op that was started has ended; from any thread."""
+        with self._changed:
+            running = self._running.pop(op_id)
+            self._changed.notify_all()
+        try:
+            if error is None:
+                self._say(says.Done(op_id))
+            else:
+                self._failed(op_id, running, error)
+        except PipeBroken:
+            pass  # the main thread sees it as well, and ends the process
+
+    def _failed(self, op_id: int, running: _Running, error: BaseException) -> None:
+        backend = self._backend
+        if backend is not None and isinstance(error, Exception):
+            tensors = [tensor for _, tensor in walk(running.op, running.values)]
+            error = explained(error, running.op, tensors, running.options, backend.name)
+        if isinstance(error, UnsupportedOp):
+            self._say(says.Unsupported(op_id, str(error)))
+            return
+        # one that had begun has left the ranks apart, and Gloo closes its connections
+        self._say(says.OpFailed(op_id, *_told(error), running.work is not None))
+
+
+class _Waiters:
+    """Threads that each wait for one thing; as many as there are things at a time, and they are used again."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    def run(self, job: Any) -> None:
+        with self._lock:
+            fresh = self._idle == 0
+            if not fresh:
+                self._idle -= 1
+        self._jobs.put(job)
+        if fresh:
+            threading.Thread(target=self._work, name="waiter", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+            with self._lock:
+                self._idle += 1
+
+
+def _told(error: BaseException) -> tuple[str, str, str]:
+    """An exception as text: its type, what it says, its traceback."""
+    try:
+        text = str(error)
+        trace = "".join(traceback.format_exception(error))
+    except Exception as worse:  # an exception of a user's hook may not even be printable
+        text, trace = f"(its text could not be made: {type(worse).__name__})", ""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return name, text[:_TEXT_CHARS], trace[-_TEXT_CHARS:]

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One end of the socketpair between the trainer and a child: frames, and descriptors.
+
+- A frame is what a ``multiprocessing.connection.Connection`` reads and writes (four bytes of length, the
+  bytes), so that one may stand at the other end. It is read and written here because a Connection can
+  neither give up a write that makes no progress nor refuse a long frame without dropping the whole pipe.
+- A write that does not end in time, or fails, is the end of the pipe: nobody could find the beginning of the
+  next frame. So is a read that was broken off.
+- A descriptor is one byte of its own, after the frame that announces it; it is read by one ``receive_fd``.
+- Threads: ``send``, ``cut`` and ``close`` from any; ``poll``, ``receive`` and ``receive_fd`` from one at a
+  time, whichever that is. ``close`` never takes a descriptor from under a thread that uses it: the number
+  would be another file's by the next call. It wakes that thread, which closes on its way out.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import math
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+from .._deadline import Deadline
+from .._errors import DeadlineExceeded, ProtocolError
+
+__all__ = ["MAX_FRAME_BYTES", "Pipe", "PipeBroken"]
+
+# No frame carries a tensor's bytes. The longest are a coalesced op over every tensor of a model (40 bytes each,
+# so a million fit) and a traceback; a length beyond is not a length but damage, and is not allocated.
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+_LENGTH = struct.Struct("!i")
+_FD = array.array("i")
+
+
+class PipeBroken(Exception):
+    """The pipe is of no use any more, and ``reason`` says why; it stays inside the package.
+
+    ``ended`` is true when the other side has left: what it said before can still be read. Where a limit was
+    exceeded, the DeadlineExceeded is the cause.
+    """
+
+    def __init__(self, reason: str, *, ended: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.ended = ended
+
+
+class Pipe:
+    """One end, ``end`` (a stream socket, which it owns from now on); ``write_limit_s`` seconds for each ``send``."""
+
+    def __init__(self, end: socket.socket, write_limit_s: float) -> None:
+        end.setblocking(True)
+        self.write_limit_s = write_limit_s
+        self._socket = end
+        self._sending = threading.Lock()
+        self._unsendable: PipeBroken | None = None
+        self._unreadable: PipeBroken | None = None
+        # It guards the two below. Re-entrant, for the garbage collector may close this pipe (with the group that
+        # owns it) in a thread that is just there.
+        self._using = threading.RLock()
+        self._users = 0
+        self._closed = False
+
+    @classmethod
+    def pair(cls, write_limit_s: float) -> tuple[Pipe, socket.socket]:
+        """A pipe and the socket at its other end, which is to be handed to the child and then closed here.
+
+        As long as a copy of that socket is open here, the child's death is no end of file.
+        """
+        ours, theirs = socket.socketpair()
+        return cls(ours, write_limit_s), theirs
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for; -1 once it is closed."""
+        return self._socket.fileno()
+
+    # --- writing ---------------------------------------------------------------------------------------
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Write the frame ``data``, then each of the descriptors ``fds`` (which stay the caller's).
+
+        Blocks for at most ``write_limit_s`` (the turn of other threads included).
+
+        Raises:
+            PipeBroken: it was not written whole, now or earlier; nothing can be sent any more.
+            ProtocolError: ``data`` is longer than MAX_FRAME_BYTES; nothing was written.
+        """
+        if len(data) > MAX_FRAME_BYTES:
+            raise ProtocolError(
+                f"a frame of {len(data)} bytes is longer than the pipe takes ({MAX_FRAME_BYTES}): "
+                "give the op fewer tensors at a time"
+            )
+        deadline = Deadline(self.write_limit_s)
+        self._enter()
+        try:
+            if not self._sending.acquire(timeout=self.write_limit_s):
+                raise self._late(deadline)
+            try:
+                if self._unsendable is not None:
+                    raise _again(self._unsendable)
+                self._write(data, fds, deadline)
+            finally:
+                self._sending.release()
+        finally:
+            self._leave()
+
+    def _write(self, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
+        frame = _LENGTH.pack(len(data)) + data
+        # neither blocks nor signals: the wait is ours, and a host may have given SIGPIPE back its default
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        try:
+            sent = self._write_some(frame, (), flags)
+            while sent < len(frame):
+                self._wait_writable(deadline)
+                sent += self._write_some(memoryview(frame)[sent:], (), flags)
+            for fd in fds:
+                while not self._write_some(b"\0", (fd,), flags):
+                    self._wait_writable(deadline)
+        except OSError as error:
+            ended = isinstance(error, (BrokenPipeError, ConnectionResetError))
+            raise self._give_up(PipeBroken(f"the pipe cannot be written: {error}", ended=ended)) from error
+        except PipeBroken:
+            raise
+        except BaseException:  # Ctrl-C between two halves of a frame
+            self._give_up(PipeBroken("a write to the pipe was broken off"))
+            raise
+
+    def _write_some(self, data: bytes | memoryview, fds: Sequence[int], flags: int) -> int:
+        """Write what there is room for; how many bytes that was."""
+        try:
+            if not fds:
+                return self._socket.send(data, flags)
+            # as socket.send_fds does, which ignores its flags on Python 3.10
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            return self._socket.sendmsg([data], rights, flags)
+        except BlockingIOError:
+            return 0
+
+    def _wait_writable(self, deadline: Deadline) -> None:
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        if not room.poll(_milliseconds(deadline.remaining_s())):
+            raise self._late(deadline)
+
+    def _late(self, deadline: Deadline) -> PipeBroken:
+        """Give the pipe up, since the other side does not read; the error to raise."""
+        late = deadline.exceeded("writing to the pipe", "the other side does not read")
+        broken = PipeBroken(str(late))
+        broken.__cause__ = late
+        return self._give_up(broken)
+
+    def _give_up(self, broken: PipeBroken) -> PipeBroken:
+        """Nothing can be sent any more, because of ``broken``, or of what came before it; the error to raise.
+
+        If the other side has left, what it said last can still be read. Otherwise both ends are told.
+        """
+        with self._using:
+            if self._unsendable is None:
+                self._unsendable = broken
+            if not broken.ended:
+                self.cut()
+            return _again(self._unsendable)
+
+    # --- reading ---------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float, wake_fd: int = -1) -> bool:
+        """Wait up to ``timeout_s`` seconds for something to receive: a frame or the end.
+
+        ``wake_fd`` is a descriptor that ends the wait once it can be read (an eventfd); it is not read here.
+
+        Returns whether ``receive`` would now say something; false after the time, or a wake alone.
+
+        Raises:
+            PipeBroken: it was closed here.
+        """
+        self._enter()
+        try:
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            if wake_fd >= 0:
+                waiting.register(wake_fd, select.POLLIN)
+            ours = self._socket.fileno()
+            # an error or a hang-up, which poll reports unasked, is for receive to put in words
+            return any(fd == ours for fd, _ in waiting.poll(_milliseconds(timeout_s)))
+        finally:
+            self._leave()
+
+    def receive(self) -> bytes:
+        """The next frame; waits for it, until the other side leaves or another thread cuts or closes.
+
+        Raises:
+            PipeBroken: there will be no further frame.
+            ProtocolError: its length is none; nothing can be received any more.
+        """
+        self._enter()
+        try:
+            if self._unreadable is not None:
+                raise _again(self._unreadable)
+            try:
+                (size,) = _LENGTH.unpack(self._read(_LENGTH.size, "between two frames"))
+                if 0 <= size <= MAX_FRAME_BYTES:
+                    return self._read(size, "inside a frame") if size else b""
+            except PipeBroken as error:
+                # without its traceback, which holds this pipe
+                self._unreadable = PipeBroken(error.reason, ended=error.ended)
+                self._unreadable.__cause__ = error.__cause__ if isinstance(error.__cause__, DeadlineExceeded) else None
+                raise
+            except BaseException:  # Ctrl-C between the length and the rest
+                self._unreadable = PipeBroken("a read from the pipe was broken off")
+                raise
+            self._unreadable = PipeBroken("the pipe was left after a frame that could not be read")
+            raise ProtocolError(f"a frame of {size} bytes is announced, and {MAX_FRAME_BYTES} is the most there can be")
+        finally:
+            self._leave()
+
+    def receive_fd(self) -> int:
+        """The descriptor that follows the frame just received; the caller owns it. Raises as ``receive`` does."""
+        self._enter()
+        try:
+            # room for one, so that the kernel itself closes what is too many
+            room = socket.CMSG_LEN(_FD.itemsize)
+            try:
+                data, found, flags, _ = self._socket.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                raise PipeBroken(f"the pipe cannot be read: {error}", ended=True) from error
+            if not data:
+                raise self._end("before a descriptor")
+            if found:
+                return array.array("i", found[0][2])[0]
+            if flags & socket.MSG_CTRUNC:
+                raise PipeBroken("no descriptor is free for the one that came: raise RLIMIT_NOFILE (ulimit -n)")
+            raise ProtocolError("a descriptor was due on the pipe, and a byte of something else came")
+        finally:
+            self._leave()
+
+    def _read(self, size: int, where: str) -> bytes:
+        """Read exactly ``size`` bytes: one call, unless a signal or the end comes between."""
+        try:
+            data = self._socket.recv(size, socket.MSG_WAITALL)
+            while len(data) < size:
+                more = self._socket.recv(size - len(data), socket.MSG_WAITALL)
+                if not more:
+                    raise self._end(where)
+                data += more
+        except OSError as error:
+            raise PipeBroken(f"the pipe cannot be read: {error}", ended=True) from error
+        return data
+
+    def _end(self, where: str) -> PipeBroken:
+        """The error of an end of file: the other side's, unless the pipe was given up here."""
+        if self._unsendable is not None and not self._unsendable.ended:
+            return _again(self._unsendable)
+        return PipeBroken(f"the other side has closed the pipe {where}", ended=True)
+
+    # --- the end ---------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """End the pipe in both directions, from any thread: whoever reads or waits here or there sees the end.
+
+        What has arrived before can still be received. The descriptor stays open until ``close``.
+        """
+        with self._using, contextlib.suppress(OSError):  # the other side is gone already
+            if self._unsendable is None:
+                self._unsendable = PipeBroken("the pipe was cut on this side")
+            if self._socket.fileno() >= 0:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Cut, and close the descriptor: now, or when the last thread that uses it is out. Again is a no-op."""
+        with self._using:
+            self._closed = True
+            self.cut()
+            if not self._users:
+                self._socket.close()
+
+    def _enter(self) -> None:
+        with self._using:
+            if self._closed:
+                raise PipeBroken("the pipe was closed on this side")
+            self._users += 1
+
+    def _leave(self) -> None:
+        with self._using:
+            self._users -= 1
+            if self._closed and not self._users:
+                self._socket.close()
+
+
+def _again(first: PipeBroken) -> PipeBroken:
+    """The same to be raised: what was raised before has the traceback of another thread, and holds its frames."""
+    again = PipeBroken(first.reason, ended=first.ended)
+    again.__cause__ = first.__cause__
+    return again
+
+
+def _milliseconds(seconds: float) -> int:
+    """For poll: rounded up, so that it does not spin through the last part of one."""
+    return max(0, math.ceil(seconds * 1000))

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Messages and frames. What must hold: a message comes out as it went in; whatever else a frame holds, and however
+it is damaged, it gives a ProtocolError and nothing of it runs; nothing crosses but builtins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import pickletools
+import random
+import resource
+import subprocess
+import typing
+import unittest
+from typing import Any
+
+from tests import load
+from tests._support import GuardedTestCase
+
+errors = load("_errors")
+messages = load("process_group._messages")
+
+TENSOR = ("t", 0, 4096, 6, (2, 3))
+SAMPLES = [
+    messages.Configure(1, "gloo", "host:29500/x", 0, 2, 30.0, (4, 9)),
+    messages.Run(0, 3, ((TENSOR, TENSOR),), (0, 0, None, -1, False, 2.0, "x", (1, (2,))), 30.0, -1),
+    messages.Run(7, 3, ((((TENSOR,), (TENSOR,)), (TENSOR,)), 1, (-1, 2)), (), 0.0, 6),
+    messages.Segment(0, 1 << 40),
+    messages.DropSegment(3),
+    messages.Bye(),
+    messages.Hello(4242),
+    messages.Ready(1),
+    messages.ConfigureFailed("RuntimeError", "no", "Traceback ...\n"),
+    messages.Done(2**62),
+    messages.OpFailed(5, "RuntimeError", "connection reset \udcff\u20ac", "", True),
+    messages.Broken("SystemExit", "3", ""),
+    messages.Unsupported(5, "gloo has no reduce_scatter of this kind"),
+    messages.Phase("rendezvous"),
+]
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+class RoundTrip(unittest.TestCase):
+    def test_every_message_comes_out_as_it_went_in(self) -> None:
+        self.assertEqual({type(sample) for sample in SAMPLES}, set(messages.MESSAGES))
+        for sample in SAMPLES:
+            with self.subTest(type(sample).__name__):
+                frame = messages.encode(sample)
+                self.assertIsInstance(frame, bytes)
+                self.assertEqual(messages.decode(frame), sample)
+                self.assertIs(type(messages.decode(frame)), type(sample))
+
+    def test_the_union_and_the_table_name_the_same(self) -> None:
+        self.assertEqual(set(typing.get_args(messages.Message)), set(messages.MESSAGES))
+
+    def test_a_message_cannot_be_changed(self) -> None:
+        for sample in SAMPLES:
+            for field in dataclasses.fields(sample):
+                with self.assertRaises(dataclasses.FrozenInstanceError):
+                    setattr(sample, field.name, 0)
+
+    def test_no_frame_names_a_class_or_a_module(self) -> None:
+        for sample in SAMPLES:
+            names = {opcode.name for opcode, _, _ in pickletools.genops(messages.encode(sample))}
+            self.assertFalse(names & {"GLOBAL", "STACK_GLOBAL", "INST", "REDUCE", "NEWOBJ", "BUILD"}, sample)
+
+    def test_a_time_may_be_whole(self) -> None:
+        again = messages.decode(messages.encode(messages.Run(0, 0, (), (), 30, -1)))
+        self.assertEqual(again.timeout_s, 30)
+
+
+class Hostile(GuardedTestCase):
+    def refused(self, data: bytes, what: str = "") -> str:
+        with self.assertRaises(errors.ProtocolError) as caught:
+            messages.decode(data)
+        text = str(caught.exception)
+        self.assertIn(what, text)
+        self.assertLess(len(text), 1000)
+        return text
+
+    def frame(self, *values: object) -> bytes:
+        return pickle.dumps(values, 5)
+
+    def number(self, name: str) -> int:
+        return [message.__name__ for message in messages.MESSAGES].index(name)
+
+    def test_a_class_that_is_named_is_refused_and_nothing_runs(self) -> None:
+        path = f"/tmp/nobody-makes-this-{os.getpid()}"
+        number = self.number("Done")
+        for protocol in range(6):
+            for what in (
+                (number, Evil(path)),
+                Evil(path),
+                (number, os.system),
+                (number, subprocess.Popen),
+                (number, complex(1)),
+                (number, {1}) if protocol < 4 else (number, range(3)),
+                SAMPLES[0],
+            ):
+                with self.subTest(protocol=protocol, what=repr(what)[:60]):
+                    self.refused(pickle.dumps(what, protocol))
+        self.assertFalse(os.path.exists(path))
+        self.refused(pickle.dumps((number, Evil(path)), 5), "names posix.mkdir, and only builtins cross the pipe")
+        # the oldest ways to call something, as no pickler writes them any more
+        self.refused(b"cposix\nsystem\n(S'false'\ntR.", "posix.system")
+        self.refused(b"(S'false'\niposix\nsystem\n.", "posix.system")
+        self.refused(b"Pname\n.")
+        self.refused(b"\x80\x02\x82\x01.")  # a class by its number in copyreg's registry
+
+    def test_what_is_no_message(self) -> None:
+        for value in (None, 5, "x", [], [9, 1], {}, (), (None,), ("9",), (True,), (9.0,), (-1,), (99,), (2**80, 1)):
+            with self.subTest(value):
+                self.refused(pickle.dumps(value, 5), "begins with no message's number (0 to 13)")
+
+    def test_a_wrong_number_of_fields(self) -> None:
+        for number, message in enumerate(messages.MESSAGES):
+            count = len(dataclasses.fields(message))
+            for wrong in {0, count - 1, count + 1, count + 100} - {count, -1}:
+                self.refused(self.frame(number, *[0] * wrong), f"{message.__name__} came with {wrong} fields")
+
+    def test_every_field_is_checked(self) -> None:
+        """Each field in turn, of each message, with what no field may be."""
+        never = (
+            [],
+            b"x",
+            {1: 2},
+            {"a": None},
+            -5,
+            -(2**70),
+            2**64,
+            float("nan"),
+            float("inf"),
+            -0.5,
+            ((((((((),),),),),),),),
+        )
+        for sample in SAMPLES:
+            number = messages.MESSAGES.index(type(sample))
+            names = [field.name for field in dataclasses.fields(sample)]
+            values = [getattr(sample, name) for name in names]
+            for place, name in enumerate(names):
+                for wrong in never:
+                    with self.subTest(message=type(sample).__name__, field=name, wrong=repr(wrong)):
+                        frame = self.frame(number, *values[:place], wrong, *values[place + 1 :])
+                        self.refused(frame, f"{type(sample).__name__}.{name} is a {type(wrong).__name__}")
+
+    def test_a_bool_is_no_number_and_a_number_no_bool(self) -> None:
+        self.refused(self.frame(self.number("Done"), True), "Done.op_id is a bool (True)")
+        self.refused(self.frame(self.number("OpFailed"), 1, "", "", "", 1), "OpFailed.broken is a int (1)")
+        self.refused(self.frame(self.number("Run"), 1, 1, (True,), (), 1.0, -1), "Run.args")
+
+    def test_arguments(self) -> None:
+        number = self.number("Run")
+        wrong: list[object] = [
+            ("t",),
+            ("t", 0, 0, 0),
+            ("t", 0, 0, 0, [1]),
+            ("t", 0, 0, 0, (1, -1)),
+            ("t", 0, 0, 0, (1.0,)),
+            ("t", -1, 0, 0, ()),
+            ("t", 0, 0, 0, (), 0),
+            ("x", 0, 0, 0, ()),
+            (0, "t"),
+            "t",
+            None,
+            1.5,
+            2**63,
+            -(2**63) - 1,
+        ]
+        for one in wrong:
+            for args in ((one,), ((one,),), (TENSOR, (TENSOR, one))):
+                with self.subTest(args):
+                    self.refused(self.frame(number, 0, 0, args, (), 1.0, -1), "Run.args is a tuple that does not fit")
+        self.assertEqual(
+            messages.decode(self.frame(number, 0, 0, (2**63 - 1, -(2**63)), (), 1.0, -1)).args, (2**63 - 1, -(2**63))
+        )
+
+    def test_huge_numbers_are_refused_without_being_written_out(self) -> None:
+        huge = 1 << 1_000_000  # its decimal digits would take seconds, and Python 3.11 on refuses to make them
+        for place in range(1, 7):
+            values: list[Any] = [self.number("Run"), 0, 0, (), (), 1.0, -1]
+            values[place] = (huge,) if place in (3, 4) else huge
+            self.refused(pickle.dumps(tuple(values), 5), "Run.")
+        self.refused(self.frame(huge))
+
+    def test_deep_nesting(self) -> None:
+        for opening, closing in ((b"(", b"t"), (b"]", b"a"), (b"}I1\n", b"s")):
+            for depth in (10, 1000, 200_000):
+                data = b"\x80\x05(I%d\nI0\nI0\n" % self.number("Run")
+                data += opening * depth + b"I1\n" + closing * depth
+                self.refused(data + b")F1.0\nI-1\nt.", "Run.args")
+        shared: object = (1,)
+        for _ in range(100):  # 2**100 leaves, were it walked to its end
+            shared = (shared, shared)
+        self.refused(self.frame(self.number("Run"), 0, 0, shared, shared, 1.0, -1), "Run.args")
+        self.refused(self.frame(self.number("Run"), 0, 0, (), shared, 1.0, -1), "Run.options")
+
+    def test_every_beginning_of_a_frame_is_refused(self) -> None:
+        for sample in SAMPLES:
+            frame = messages.encode(sample)
+            for end in range(len(frame)):
+                self.refused(frame[:end])
+            self.refused(frame + b"\0", f"ends after {len(frame)}")
+            self.refused(frame + frame)
+
+    def test_altered_frames_are_another_message_or_refused(self) -> None:
+        # A damaged frame can ask for gigabytes (a memo's place is an index): here that has to fail, not to be had.
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm", encoding="ascii") as file:
+            held = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + (64 << 20), hard))
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
+        rng = random.Random(20)
+        frames = [messages.encode(sample) for sample in SAMPLES]
+        refused = 0
+        for _ in range(60_000):
+            frame = bytearray(rng.choice(frames))
+            for _ in range(rng.randint(1, 4)):
+                what, place = rng.randrange(4), rng.randrange(len(frame))
+                if what == 0:
+                    frame[place] = rng.randrange(256)
+                elif what == 1:
+                    frame[place] ^= 1 << rng.randrange(8)
+                elif what == 2 and len(frame) > 1:
+                    del frame[place]
+                else:
+                    frame.insert(place, rng.randrange(256))
+            if BYTEARRAY8 in frame:  # CPython complains on stderr when it cannot have the memory for that one
+                continue
+            try:
+                again = messages.decode(bytes(frame))
+            except errors.ProtocolError:
+                refused += 1
+            else:
+                self.assertIn(type(again), messages.MESSAGES)
+                self.assertEqual(messages.decode(messages.encode(again)), again)
+        self.assertGreater(refused, 20_000)
+
+    def test_noise_is_refused(self) -> None:
+        rng = random.Random(21)
+        opcodes = bytes(ord(opcode.code) for opcode in pickletools.opcodes)
+        likely, any_byte = (bytes(set(some) - MEMORY) for some in (opcodes, range(256)))
+        for _ in range(20_000):
+            body = bytes(rng.choice(likely if rng.random() < 0.7 else any_byte) for _ in range(rng.randint(0, 20)))
+            self.refused(b"\x80\x05" + body + b".")
+
+
+# PUT and LONG_BINPUT have CPython make and clear a memo of any size, up to 64 GB, and it complains on stderr when it
+# cannot have the memory for a BYTEARRAY8: a child that wants to use our memory is not what frames protect against.
+BYTEARRAY8 = 0x96
+MEMORY = {ord("p"), ord("r"), BYTEARRAY8}
+
+if __name__ == "__main__":
+    unittest.main()
