@@ -42,6 +42,8 @@ __all__ = ["main"]
 _WRITE_LIMIT_S = LONGEST_S
 # As much of a text as an error is to repeat: a message of NCCL's with its stack, and not a dump of a tensor.
 _TEXT_CHARS = 20_000
+# How many different calls are remembered: some steps of a model with hundreds of parameters, at 1 KB each.
+_KNOWN = 1024
 
 
 def main(end: socket.socket) -> int:
@@ -70,6 +72,7 @@ class _Child:
         self._timeout_s = 0.0
         self._changed = threading.Condition()
         self._running: dict[int, _Running] = {}
+        self._known: dict[tuple[Any, ...], tuple[list[Any], Any]] = {}
         self._waiters = _Waiters()
 
     def run(self) -> int:
@@ -99,6 +102,7 @@ class _Child:
             finally:
                 os.close(fd)
         elif isinstance(message, says.DropSegment):
+            self._known.clear()  # tensors there may lie in it
             self._segments.pop(message.number).close()
         elif isinstance(message, says.Configure):
             self._configure(message)
@@ -134,10 +138,7 @@ class _Child:
         values: list[Any] = []
         options = None
         try:
-            values = [self._value(arg) for arg in message.args]
-            options = options_from_fields(op.options, message.options)
-            if options is not None and message.timeout_s != self._timeout_s:
-                options.timeout = timedelta(seconds=message.timeout_s)
+            values, options = self._arguments(op, message)
             work = call(op, self._group, values, options)
         except ProtocolError:
             raise
@@ -150,6 +151,19 @@ class _Child:
             work.get_future().add_done_callback(lambda future: self._ended(op_id, future))
         else:
             self._waiters.run(lambda: self._wait(op_id, work, message.timeout_s))
+
+    def _arguments(self, op: Op, message: says.Run) -> tuple[list[Any], Any]:
+        """The tensors and the options of an op. A training step is like the one before: they are made once."""
+        key = (message.op, message.args, message.options, message.timeout_s)
+        known = self._known.get(key)
+        if known is None:
+            options = options_from_fields(op.options, message.options)
+            if options is not None and message.timeout_s != self._timeout_s:
+                options.timeout = timedelta(seconds=message.timeout_s)
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            known = self._known[key] = ([self._value(arg) for arg in message.args], options)
+        return known
 
     def _value(self, arg: Any) -> Any:
         """An argument as the backend takes it: references become tensors, tuples lists."""

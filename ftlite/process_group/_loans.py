@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory of one op: from the user's tensors to where the child finds them, and back.
+"""The memory of ops in flight: from the user's tensors to where the child finds them, and back.
 
-Rules of this file: called by whoever issues or ends an op; the session's lock guards ``Loan.users`` and ``writer``.
-A tensor that lies in the arena goes as it is. Any other gets a slot there: a loan. Ops in flight on the same memory
-share one, and the child runs them one after the other, so that each finds what the one before left.
+A tensor that lies in the arena goes as it is. Any other gets a slot there: a loan. Ops in flight on the very same
+memory share one, and the child runs them one after the other, so that each finds what the one before has left. One
+that meets an earlier op's memory in any other way waits until that op is over.
+
+Locks: the session's guards the tables and the loans; nothing is copied and nobody waits under it. One thread lends
+at a time.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._deadline import Deadline
+from .._errors import DeadlineExceeded
 from ._arena import Arena, Slot
+from ._inflight import NOTHING, InFlight, Relation
 from ._mapping import dtype_code
 from ._ops import Direction
 from ._staging import copy_bytes, pack, plain, require_memory, unpack
 
-__all__ = ["Lent", "Loan", "span"]
+__all__ = ["Borrower", "Ledger", "Lent"]
 
 
 class Loan:
@@ -27,7 +35,7 @@ class Loan:
 
     def __init__(self, slot: Slot, key: tuple[int, int], kind: tuple[Any, ...]) -> None:
         self.slot = slot
-        self.key = key
+        self.key = key  # the addresses of the user's memory
         self.kind = kind
         self.users = 1
         self.writer = -1
@@ -39,7 +47,6 @@ class Lent(NamedTuple):
     view: torch.Tensor
     writes: bool
     is_plain: bool
-    nbytes: int
     segment: int
     offset: int
     loan: Loan | None
@@ -48,34 +55,192 @@ class Lent(NamedTuple):
         """What the child is told."""
         return "t", self.segment, self.offset, dtype_code(self.view.dtype), tuple(self.view.shape)
 
-    def bring(self, arena: Arena) -> None:
-        """Copy the user's elements into the slot."""
-        loan = self.loan
-        if loan is None or not self.nbytes:
-            return
-        if self.is_plain:
-            require_memory(self.view, "read")
-            copy_bytes(loan.slot.pointer, self.view.data_ptr(), self.nbytes)
-        else:
-            pack(self.view, arena.tensor(loan.slot, self.view.dtype, tuple(self.view.shape)))
 
-    def take_back(self, arena: Arena) -> None:
-        """Copy the result from the slot to exactly the elements of the user's view.
+class Borrower(Protocol):
+    """An op, as the ledger knows it."""
+
+    op_id: int  # -1 until it is sent
+    ticket: int
+    lent: list[Lent]
+
+    def until_over(self, limit_s: float) -> bool:
+        """Wait until it has settled; whether it has, within ``limit_s`` seconds."""
+
+
+class Ledger:
+    """Who uses which memory.
+
+    Args:
+        arena: where the slots are.
+        lock: the session's.
+        keep_reading: None, or, in a thread that everybody's replies depend on, what to do instead of waiting: it
+            handles replies for at most so many seconds.
+    """
+
+    def __init__(
+        self, arena: Arena, lock: threading.RLock, keep_reading: Callable[[], Callable[[float], object] | None]
+    ) -> None:
+        self._arena = arena
+        self._lock = lock
+        self._keep_reading = keep_reading
+        self._next_ticket = 0
+        self._borrowers: dict[int, Borrower] = {}  # by ticket
+        self._memory = InFlight()
+        self._loans: dict[tuple[int, int], Loan] = {}  # the newest for each range
+        self._hostages: list[Loan] = []
+
+    def lend(self, op: Borrower, views: list[tuple[Direction, torch.Tensor]], deadline: Deadline) -> int:
+        """Lend ``views`` to ``op``: fills ``op.lent``. Returns the id of the op that it has to follow, or -1.
 
         Raises:
-            StateError: the view's memory is gone.
+            DeadlineExceeded: an earlier op kept overlapping memory, or all ops together the arena's, too long.
+            StateError: the memory of a view is gone.
+            OSError: no memory or no descriptor is left.
         """
-        loan = self.loan
-        if loan is None or not self.nbytes:
-            return
-        if self.is_plain:
-            require_memory(self.view, "write")
-            copy_bytes(self.view.data_ptr(), loan.slot.pointer, self.nbytes)
-        else:
-            unpack(arena.tensor(loan.slot, self.view.dtype, tuple(self.view.shape)), self.view)
+        flat = [plain(view) for _, view in views]
+        spans = [_span(view, is_plain) for (_, view), is_plain in zip(views, flat)]
+        loans, after = self._enter(op, views, spans, deadline)
+        try:
+            for (direction, view), is_plain, key, loan in zip(views, flat, spans, loans):
+                lent = self._one(direction, view, is_plain, key, loan, deadline)
+                op.lent.append(lent)
+                if lent.loan is not None and lent.writes:
+                    lent.loan.writer = op.ticket
+        except BaseException:
+            self.forget(op, True)
+            raise
+        return after
+
+    def take_back(self, op: Borrower) -> None:
+        """Copy the results of ``op`` to exactly the elements of the user's views.
+
+        Raises:
+            StateError: the memory of a view is gone.
+        """
+        for view, writes, is_plain, _, _, loan in op.lent:
+            # where a later op works on the same memory, the result is that op's
+            if not writes or loan is None or loan.writer != op.ticket or not loan.slot.nbytes:
+                continue
+            if is_plain:
+                require_memory(view, "write")
+                copy_bytes(view.data_ptr(), loan.slot.pointer, loan.slot.nbytes)
+            else:
+                unpack(self._arena.tensor(loan.slot, view.dtype, tuple(view.shape)), view)
+
+    def forget(self, op: Borrower, is_free: bool) -> None:
+        """``op`` is over. ``is_free``: the child works on its memory no more; else it is kept for ``ransom``."""
+        with self._lock:
+            self._memory.remove(op.ticket)
+            self._borrowers.pop(op.ticket, None)
+            for lent in op.lent:
+                loan = lent.loan
+                if loan is None:
+                    continue
+                loan.users -= 1
+                if loan.users:
+                    continue
+                if self._loans.get(loan.key) is loan:
+                    del self._loans[loan.key]
+                if is_free:
+                    self._arena.give(loan.slot)
+                else:
+                    self._hostages.append(loan)
+            op.lent = []
+
+    def ransom(self) -> None:
+        """The child is dead: all memory is free."""
+        with self._lock:
+            for loan in self._hostages:
+                self._arena.give(loan.slot)
+            self._hostages.clear()
+
+    def _enter(
+        self,
+        op: Borrower,
+        views: list[tuple[Direction, torch.Tensor]],
+        spans: list[tuple[int, int]],
+        deadline: Deadline,
+    ) -> tuple[list[Loan | None], int]:
+        """Note which memory ``op`` uses, once it may; the loans that it shares, and the op that it follows."""
+        ranges = [(start, end, direction != "in") for (start, end), (direction, _) in zip(spans, views)]
+        while True:
+            with self._lock:
+                op.ticket = self._next_ticket
+                self._next_ticket += 1
+                relation = self._memory.add(op.ticket, ranges)
+                if relation is NOTHING:
+                    self._borrowers[op.ticket] = op
+                    return [None] * len(views), -1
+                loans = [self._loans.get(key) for key in spans]
+                blockers = self._blockers(relation, loans, views)
+                if not blockers:
+                    self._borrowers[op.ticket] = op
+                    for loan in loans:
+                        if loan is not None:
+                            loan.users += 1
+                    return loans, self._borrowers[relation.same[-1]].op_id
+                self._memory.remove(op.ticket)
+            for blocker in blockers:
+                if not blocker.until_over(deadline.remaining_s()):
+                    raise deadline.exceeded("waiting for an earlier op on overlapping memory", "wait for it first")
+
+    def _blockers(
+        self, relation: Relation, loans: list[Loan | None], views: list[tuple[Direction, torch.Tensor]]
+    ) -> list[Borrower]:
+        """Which ops have to be over before this one can be lent its memory."""
+        fits = not relation.partial and all(
+            loan is None or loan.kind == _kind(view) for loan, (_, view) in zip(loans, views)
+        )
+        # the child can be told of one op to follow; of several, the older ones are waited for here
+        tickets = relation.same[:-1] if fits else (*relation.same, *relation.partial)
+        return [self._borrowers[ticket] for ticket in tickets]
+
+    def _one(
+        self,
+        direction: Direction,
+        view: torch.Tensor,
+        is_plain: bool,
+        key: tuple[int, int],
+        loan: Loan | None,
+        deadline: Deadline,
+    ) -> Lent:
+        writes = direction != "in"
+        if loan is not None:
+            return Lent(view, writes, is_plain, loan.slot.segment, loan.slot.offset, loan)
+        nbytes = view.numel() * view.element_size()
+        place = self._arena.find(view) if is_plain and nbytes else None
+        if place is not None:
+            return Lent(view, writes, is_plain, *place, None)
+        slot = self._take(nbytes, deadline)
+        try:
+            if direction != "out" and nbytes:
+                if is_plain:
+                    require_memory(view, "read")
+                    copy_bytes(slot.pointer, view.data_ptr(), nbytes)
+                else:
+                    pack(view, self._arena.tensor(slot, view.dtype, tuple(view.shape)))
+        except BaseException:
+            self._arena.give(slot)
+            raise
+        loan = Loan(slot, key, _kind(view))
+        with self._lock:
+            self._loans[key] = loan
+        return Lent(view, writes, is_plain, slot.segment, slot.offset, loan)
+
+    def _take(self, nbytes: int, deadline: Deadline) -> Slot:
+        keep_reading = self._keep_reading()
+        if keep_reading is None:
+            return self._arena.take(nbytes, deadline)
+        while True:  # the room will come from the replies that only this thread can read
+            try:
+                return self._arena.take(nbytes, Deadline(0.0))
+            except DeadlineExceeded:
+                if deadline.expired():
+                    raise
+            keep_reading(deadline.remaining_s())
 
 
-def span(view: torch.Tensor, is_plain: bool) -> tuple[int, int]:
+def _span(view: torch.Tensor, is_plain: bool) -> tuple[int, int]:
     """The addresses that ``view`` lies between: first byte, and the one after its last."""
     start = view.data_ptr()
     if is_plain:
@@ -86,34 +251,6 @@ def span(view: torch.Tensor, is_plain: bool) -> tuple[int, int]:
     return start, start + (last + 1) * view.element_size()
 
 
-def kind_of(view: torch.Tensor) -> tuple[Any, ...]:
+def _kind(view: torch.Tensor) -> tuple[Any, ...]:
     """What two views of the same bytes have to have in common to share a slot."""
     return view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg()
-
-
-def lend(
-    arena: Arena, direction: Direction, view: torch.Tensor, loan: Loan | None, key: tuple[int, int], deadline: Any
-) -> Lent:
-    """Lend ``view`` to the child: as it lies, in the slot of ``loan``, or in one of its own.
-
-    Raises:
-        DeadlineExceeded, StateError, OSError: of ``Arena.take``; of the view's memory.
-    """
-    is_plain = plain(view)
-    writes = direction != "in"
-    nbytes = view.numel() * view.element_size()
-    place = arena.find(view) if is_plain and nbytes else None
-    if place is not None:
-        return Lent(view, writes, is_plain, nbytes, place[0], place[1], None)
-    if loan is not None:
-        loan.users += 1
-        return Lent(view, writes, is_plain, nbytes, loan.slot.segment, loan.slot.offset, loan)
-    slot = arena.take(nbytes, deadline)
-    lent = Lent(view, writes, is_plain, nbytes, slot.segment, slot.offset, Loan(slot, key, kind_of(view)))
-    if direction != "out":
-        try:
-            lent.bring(arena)
-        except BaseException:
-            arena.give(slot)
-            raise
-    return lent

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One child during one epoch, as the trainer holds it: issues ops, reads replies, settles what was issued.
 
-    issue: lend the tensors -> submit to the link -> send          (one thread at a time, in the order of op ids)
-    reader: receive -> link -> bring results back, settle          (one thread, which ends with the child)
+    issue:   lend the tensors -> submit to the link -> send        (one thread at a time, in the order of op ids)
+    replies: receive -> link -> take results back, settle          (whoever has the turn, see ``_replies``)
 
 What happens next is decided by the pure ``Link`` and performed by ``_perform``, here and nowhere else.
 
@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,14 +29,14 @@ from . import _messages as says
 from ._arena import Arena
 from ._forked_child import ForkedChild
 from ._handle import OpWork
-from ._inflight import NOTHING, InFlight, Relation
-from ._loans import Lent, Loan, kind_of, lend, span
-from ._ops import Direction, Op, options_to_fields, replace, results, walk
+from ._loans import Ledger, Lent
+from ._ops import Op, options_to_fields, replace, results, walk
 from ._pipe import Pipe, PipeBroken
-from ._staging import alias, plain, stageable
+from ._replies import Replies
+from ._staging import alias, stageable
 from ._template import Template
 
-__all__ = ["Session"]
+__all__ = ["ChildWork", "Session"]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,48 +46,38 @@ _REPORT_S = 0.2
 _LEAVE_S = 0.3
 # A killed process is gone at once, unless it waits for a device that does not answer; its memory is then given up.
 _DEATH_S = 1.0
-# How often the reader looks after idle memory when nothing comes.
-_TICK_S = 1.0
-
-
-@dataclass(slots=True)
-class _Issued:
-    """An op that was sent and has not settled."""
-
-    work: ChildWork
-    ticket: int
-    lent: list[Lent]
-    deadline: Deadline
-    op_id: int = -1
+# A callback that has the turn and wants to issue looks so often whether it can; meanwhile it reads.
+_LOOK_S = 0.005
 
 
 class ChildWork(OpWork):
-    """An op in the child."""
+    """An op in the child, and what it was lent."""
 
-    def __init__(self, session: Session, what: str, limit_s: float, tensors: list[Any]) -> None:
-        super().__init__(what, limit_s, tensors)
+    def __init__(self, session: Session, what: str, deadline: Deadline, tensors: list[Any]) -> None:
+        super().__init__(what, deadline.limit_s, tensors)
+        self.op_id = -1  # until it is sent
+        self.ticket = -1
+        self.lent: list[Lent] = []
+        self.deadline = deadline
         self._session = session
+
+    def until_over(self, limit_s: float) -> bool:
+        """Wait until it is over; whether it is, within ``limit_s`` seconds."""
+        return self.is_over() or self._session.replies.wait(self, limit_s)
+
+    def wait_for_others(self, limit_s: float) -> bool:
+        """Wait until another thread has settled it; whether it has, within ``limit_s`` seconds."""
+        self._start()
+        return self._over.wait(limit_s)
+
+    def _start(self) -> None:
+        if not self.is_over():
+            self._session.watch(self)
 
     def _await(self, limit_s: float, slack_s: float) -> None:
         deadline = Deadline(limit_s)
         if not self.until_over(limit_s + slack_s):
             raise self._late(deadline)
-
-    def until_over(self, limit_s: float) -> bool:
-        """Wait until it is over; whether it is, within ``limit_s`` seconds."""
-        return self._session.read_until_over(self, limit_s) or self._over.wait(limit_s)
-
-
-@dataclass
-class _Tables:
-    """What is in flight; guarded by the session's lock."""
-
-    issued: dict[int, _Issued] = field(default_factory=dict)  # by op id
-    tickets: dict[int, _Issued] = field(default_factory=dict)
-    memory: InFlight = field(default_factory=InFlight)
-    loans: dict[tuple[int, int], Loan] = field(default_factory=dict)
-    limits: list[tuple[float, int]] = field(default_factory=list)  # a heap of (monotonic time, op id)
-    next_ticket: int = 0
 
 
 class Session:
@@ -102,16 +91,20 @@ class Session:
     def __init__(self, arena: Arena, configure: says.Configure) -> None:
         self.epoch = configure.epoch
         self.backend = configure.backend
+        self.replies = Replies(self._receive)
         self._arena = arena
         self._lock = threading.RLock()
         self._issuing = threading.Lock()
         self._link = _link.Link(configure)
-        self._tables = _Tables()
+        self._ledger = Ledger(arena, self._lock, self._keep_reading)
+        self._issued: dict[int, ChildWork] = {}  # by op id
+        self._watched: set[int] = set()  # op ids of which somebody is told by whoever reads
+        self._limits: list[tuple[float, int]] = []  # a heap of (monotonic time, op id)
         self._configured = threading.Event()
         self._outcome: Exception | None = None
-        self._told: set[int] = set()
-        self._forgotten: list[int] = []
-        self._hostages: list[Loan] = []
+        self._told: set[int] = set()  # segments that the child has mapped
+        self._forgotten: list[int] = []  # and of these, those that the arena has given up
+        self._ended = False
         self._dead = False
         self._child: ForkedChild | None = None
         self._pipe, self._end = Pipe.pair(configure.timeout_s)
@@ -127,18 +120,18 @@ class Session:
         """
         try:
             child = template.fork(deadline, self._end, device)
-        except Exception as error:
+        except BaseException as error:
             self._broke(error)
             self._pipe.close()
             raise
         with self._lock:
             self._child = child
-        self._reader.start()
-        if self._link.state in _link.OVER:  # aborted while it was forked
+            aborted = self._link.state in _link.OVER
+        if aborted:
             self._kill()
+        self._reader.start()
         if not self._configured.wait(deadline.remaining_s()):
             self._broke(deadline.exceeded("configure", "check that every rank got the same address and world size"))
-            self._configured.wait()
         if self._outcome is not None:
             raise self._outcome
 
@@ -161,7 +154,7 @@ class Session:
             self._reader.join(_REPORT_S)
 
     def cut(self) -> None:
-        """End it from a destructor, in whichever thread that runs: takes no lock; the reader does the rest."""
+        """End it from a destructor, in whichever thread that runs: waits for no lock; the reader does the rest."""
         self._pipe.cut()
 
     @property
@@ -176,7 +169,7 @@ class Session:
 
     # --- ops --------------------------------------------------------------------------------------------
 
-    def issue(self, op: Op, values: list[Any], options: Any, limit_s: float) -> OpWork:
+    def issue(self, op: Op, values: list[Any], options: Any, limit_s: float) -> ChildWork:
         """Send ``op`` to the child; does not wait for it.
 
         Raises:
@@ -187,24 +180,21 @@ class Session:
         deadline = Deadline(limit_s)
         views = [(direction, self._view(op, tensor)) for direction, tensor in walk(op, values)]
         fields = options_to_fields(options)
-        work = ChildWork(self, f"{op.name} on {self.backend}", limit_s, results(op, values))
-        if not self._issuing.acquire(timeout=limit_s):
-            raise deadline.exceeded(f"{op.name}: waiting for other threads to issue", "the child does not keep up")
+        work = ChildWork(self, f"{op.name} on {self.backend}", deadline, results(op, values))
+        self._acquire_issuing(op, deadline)
         try:
-            issued, after = self._lend(work, views, deadline)
-            self._send(op, values, fields, limit_s, issued, after)
+            after = self._ledger.lend(work, views, deadline)
+            self._send(op, values, fields, work, after)
         finally:
             self._issuing.release()
         return work
 
-    def read_until_over(self, work: OpWork, limit_s: float) -> bool:
-        """Where a callback waits for another op, in the only thread that reads: read on. Else at once False."""
-        if threading.current_thread() is not self._reader:
-            return False
-        deadline = Deadline(limit_s)
-        while not (work.is_over() or deadline.expired() or self._dead):
-            self._receive(deadline.remaining_s())
-        return work.is_over()
+    def watch(self, work: ChildWork) -> None:
+        """Somebody wants to be told of the end of ``work`` who will not read for it."""
+        with self._lock:
+            if work.op_id in self._issued:
+                self._watched.add(work.op_id)
+                self.replies.tell(len(self._watched))
 
     def _view(self, op: Op, tensor: torch.Tensor) -> torch.Tensor:
         if not stageable(tensor):
@@ -216,111 +206,50 @@ class Session:
             )
         return alias(tensor)
 
-    def _lend(
-        self, work: ChildWork, views: list[tuple[Direction, torch.Tensor]], deadline: Deadline
-    ) -> tuple[_Issued, int]:
-        """Lend the tensors of an op; which op it has to follow (an id, or -1)."""
-        tables = self._tables
-        spans = [span(view, plain(view)) for _, view in views]
-        ranges = [(start, end, direction != "in") for (start, end), (direction, _) in zip(spans, views)]
-        after = -1
-        while True:
-            with self._lock:
-                ticket = tables.next_ticket
-                tables.next_ticket += 1
-                relation = tables.memory.add(ticket, ranges)
-                issued = tables.tickets[ticket] = _Issued(work, ticket, [], deadline)
-                if relation is NOTHING:
-                    loans: list[Loan | None] = [None] * len(views)
-                    break
-                blockers, shared = self._related(relation, views, spans)
-                if not blockers:
-                    loans = shared
-                    after = tables.tickets[relation.same[-1]].op_id
-                    break
-                self._forget(issued)
-            for blocker in blockers:
-                if not blocker.work.until_over(deadline.remaining_s()):
-                    raise deadline.exceeded("waiting for an earlier op on overlapping memory", "wait for it first")
-        try:
-            for (direction, view), loan, key in zip(views, loans, spans):
-                lent = lend(self._arena, direction, view, loan, key, deadline)
-                issued.lent.append(lent)
-                if lent.loan is not None:
-                    with self._lock:
-                        tables.loans[key] = lent.loan
-                        if lent.writes:
-                            lent.loan.writer = ticket
-        except BaseException:
-            with self._lock:
-                self._forget(issued)
-            raise
-        return issued, after
+    def _keep_reading(self) -> Callable[[float], object] | None:
+        """In a callback, which has the turn, what to do instead of waiting; None in other threads."""
+        return self._receive if self.replies.is_mine() else None
 
-    def _related(
-        self, relation: Relation, views: list[tuple[Direction, torch.Tensor]], spans: list[tuple[int, int]]
-    ) -> tuple[list[_Issued], list[Loan | None]]:
-        """Which ops have to be over before this one can be lent its memory; else the loans that it shares."""
-        tables = self._tables
-        loans = [tables.loans.get(key) for key in spans]
-        fits = not relation.partial and all(
-            loan is None or loan.kind == kind_of(view) for loan, (_, view) in zip(loans, views)
-        )
-        # the child can be told of one op to follow; of several, the older ones are waited for here
-        tickets = relation.same[:-1] if fits else (*relation.same, *relation.partial)
-        return [tables.tickets[ticket] for ticket in tickets if ticket in tables.tickets], loans
+    def _acquire_issuing(self, op: Op, deadline: Deadline) -> None:
+        if self._issuing.acquire(blocking=False):
+            return
+        keep_reading = self._keep_reading()
+        while not self._issuing.acquire(timeout=deadline.remaining_s() if keep_reading is None else 0.0):
+            if deadline.expired():
+                raise deadline.exceeded(f"{op.name}: waiting for other threads to issue", "the child does not keep up")
+            if keep_reading is not None:  # whoever issues may wait for room, and so for replies
+                keep_reading(_LOOK_S)
 
-    def _send(
-        self, op: Op, values: list[Any], fields: tuple[Any, ...], limit_s: float, issued: _Issued, after: int
-    ) -> None:
-        references = iter([lent.reference() for lent in issued.lent])
+    def _send(self, op: Op, values: list[Any], fields: tuple[Any, ...], work: ChildWork, after: int) -> None:
+        references = iter([lent.reference() for lent in work.lent])
         args = _tuples(replace(op, values, lambda direction, tensor: next(references)))
-        tables = self._tables
-        with self._lock:
-            try:
-                issued.op_id, effects = self._link.submit(op.name, op.number, args, fields, limit_s, after)
-            except BaseException:
-                self._forget(issued)
-                raise
-            tables.issued[issued.op_id] = issued
-            heapq.heappush(tables.limits, (time.monotonic() + limit_s, issued.op_id))
+        limit_s = work.deadline.limit_s
         try:
-            self._tell_segments(issued)
+            with self._lock:
+                work.op_id, effects = self._link.submit(op.name, op.number, args, fields, limit_s, after)
+                self._issued[work.op_id] = work
+                heapq.heappush(self._limits, (time.monotonic() + limit_s, work.op_id))
+        except BaseException:
+            self._ledger.forget(work, True)  # the child has not heard of it
+            raise
+        try:
+            self._tell_segments(work)
         except PipeBroken as error:
             self._lost(error)
         self._perform(effects)
 
-    def _tell_segments(self, issued: _Issued) -> None:
+    def _tell_segments(self, work: ChildWork) -> None:
         """See that the child has mapped what the op needs, and nothing that is idle."""
         while self._forgotten:
             number = self._forgotten.pop()
             if number in self._told:
                 self._told.remove(number)
                 self._pipe.send(says.encode(says.DropSegment(number)))
-        for lent in issued.lent:
+        for lent in work.lent:
             if lent.segment not in self._told:
                 segment = self._arena.segment(lent.segment)
                 self._pipe.send(says.encode(says.Segment(segment.number, segment.nbytes)), (segment.fd,))
                 self._told.add(lent.segment)
-
-    def _forget(self, issued: _Issued) -> None:
-        """Take an op out of the tables, under the lock; give back the loans that nobody uses any more."""
-        tables = self._tables
-        tables.memory.remove(issued.ticket)
-        tables.tickets.pop(issued.ticket, None)
-        for lent in issued.lent:
-            loan = lent.loan
-            if loan is None:
-                continue
-            loan.users -= 1
-            if loan.users:
-                continue
-            if tables.loans.get(loan.key) is loan:
-                del tables.loans[loan.key]
-            if self._link.state in _link.OVER and not self._dead:
-                self._hostages.append(loan)
-            else:
-                self._arena.give(loan.slot)
 
     # --- effects ----------------------------------------------------------------------------------------
 
@@ -348,22 +277,22 @@ class Session:
         child = self._child
         if child is not None:
             child.kill()
-        self._pipe.cut()  # wakes the reader, and whoever is in the middle of a write
+        self._pipe.cut()  # wakes whoever reads, and whoever is in the middle of a write
 
     def _settle(self, op_id: int, outcome: Exception | None) -> None:
         with self._lock:
-            issued = self._tables.issued.pop(op_id)
+            work = self._issued.pop(op_id)
         if outcome is None:
             try:
-                for lent in issued.lent:
-                    loan = lent.loan
-                    if lent.writes and loan is not None and loan.writer == issued.ticket:
-                        lent.take_back(self._arena)
+                self._ledger.take_back(work)
             except Exception as error:  # the user has freed the memory
                 outcome = error
-        with self._lock:
-            self._forget(issued)
-        issued.work.settle(outcome)
+        self._ledger.forget(work, self._link.state not in _link.OVER or self._dead)
+        work.settle(outcome)
+        if op_id in self._watched:
+            with self._lock:
+                self._watched.discard(op_id)
+                self.replies.tell(len(self._watched))
 
     def _broke(self, cause: BaseException, death: str = "", stderr_tail: str = "") -> None:
         self._perform(self._decide(lambda: self._link.broke(cause, death, stderr_tail)))
@@ -377,68 +306,81 @@ class Session:
         else:
             self._broke(error, death.text(), death.stderr_tail)
 
-    # --- the reader -------------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
-            while not self._dead:
-                self._receive(_TICK_S)
-        except PipeBroken as error:
-            self._lost(error)
-        except BaseException as error:
-            if not isinstance(error, ProtocolError):
-                _logger.exception("the replies of epoch %d cannot be handled", self.epoch)
-            self._broke(error)
+            self.replies.read()
         finally:
             self._bury()
 
-    def _receive(self, wait_s: float) -> None:
-        """Wait for one message, for the next limit of an op, or ``wait_s`` seconds, and do what it asks for."""
+    def _receive(self, wait_s: float) -> bool:
+        """Wait for one message, for the next limit of an op, or ``wait_s`` seconds, and do what it asks for.
+
+        Returns whether there can be more. For whoever has the turn.
+        """
+        if self._ended:
+            return False
         child = self._child
-        limits = self._tables.limits
+        limits = self._limits
         if limits:
             wait_s = min(wait_s, max(0.0, limits[0][0] - time.monotonic()))
-        if self._pipe.poll(wait_s, child.fileno() if child is not None else -1):
-            message = says.decode(self._pipe.receive())
-            self._perform(self._decide(lambda: self._link.received(message, self.epoch)))
-            return
-        if child is not None and child.wait(0) is not None:  # whoever has a copy of its socket keeps the pipe open
-            raise PipeBroken("the child has ended", ended=True)
-        self._look_at_limits()
-        if not self._dead:
-            self._forgotten += self._arena.forget_idle()
+        try:
+            # an exception from outside (Ctrl-C) that comes here leaves everything as it is
+            came = self._pipe.poll(wait_s, child.fileno() if child is not None else -1)
+        except PipeBroken as error:
+            return self._end_with(error)
+        try:
+            if came:
+                message = says.decode(self._pipe.receive())
+                self._perform(self._decide(lambda: self._link.received(message, self.epoch)))
+            elif child is not None and child.wait(0) is not None:  # somebody has a copy of its socket
+                raise PipeBroken("the child has ended", ended=True)
+            else:
+                self._look_at_limits()
+                self._forgotten += self._arena.forget_idle()
+        except BaseException as error:
+            self._end_with(error)
+            if not isinstance(error, (PipeBroken, ProtocolError)):
+                raise
+        return not self._ended
+
+    def _end_with(self, error: BaseException) -> bool:
+        """There are no more replies."""
+        self._ended = True
+        if isinstance(error, PipeBroken):
+            self._lost(error)
+        else:
+            self._broke(error)
+        return False
 
     def _look_at_limits(self) -> None:
         now_s = time.monotonic()
-        tables = self._tables
         while True:
             with self._lock:
-                if not tables.limits or tables.limits[0][0] > now_s:
+                if not self._limits or self._limits[0][0] > now_s:
                     return
-                _, op_id = heapq.heappop(tables.limits)
-                issued = tables.issued.get(op_id)
-                if issued is None:
+                _, op_id = heapq.heappop(self._limits)
+                work = self._issued.get(op_id)
+                if work is None:
                     continue
-                deadline = issued.deadline
+                deadline = work.deadline
                 effects = self._link.timed_out(op_id, deadline.limit_s, deadline.elapsed_s())
             self._perform(effects)
 
     def _bury(self) -> None:
         """The end of the reader: the child is dead, or soon will be, and its memory free."""
         child = self._child
+        died = True
         if child is not None:
             child.kill()
             died = child.wait(_DEATH_S) is not None
             child.close()
-        else:
-            died = True
         self._pipe.close()
         with self._lock:
             self._dead = True
-            if died:
-                for loan in self._hostages:
-                    self._arena.give(loan.slot)
-            self._hostages.clear()
+        if died:
+            self._ledger.ransom()
 
 
 def _tuples(value: Any) -> Any:
