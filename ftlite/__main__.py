@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line: ``python -m ftlite demo``, ``python -m ftlite bench http``.
+"""The command line: ``python -m ftlite demo``, ``python -m ftlite bench http``, ...
 
 A command is a module that offers ``add_arguments(parser)`` and ``run(arguments) -> exit status``. It is
 imported when it is asked for, so help is there at once and needs no torch.
@@ -33,6 +33,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command(("demo",), ".demo", "watch a late replica heal from a training one, bit for bit"),
     Command(("bench", "http"), ".bench.http", "measure HTTPTransport between two processes of this machine"),
+    Command(("bench", "pg"), ".bench.pg", "measure process groups in a child process against those in this one"),
 )
 
 # As it was started, so that a copy inside another package tells its own command.

@@ -186,6 +186,11 @@ class ProcessGroupBaby(ProcessGroup):
         """The rank of this process; 0 before ``configure``."""
         return self._rank
 
+    def child_pid(self) -> int | None:
+        """The process id of the child; None without one, also once it is known to be dead."""
+        session = self._held.session
+        return None if session is None else session.child_pid()
+
     def num_active_work(self) -> int:
         """How many ops have not settled."""
         session = self._held.session

@@ -157,6 +157,11 @@ class Session:
         """End it from a destructor, in whichever thread that runs: waits for no lock; the reader does the rest."""
         self._pipe.cut()
 
+    def child_pid(self) -> int | None:
+        """The child's process id, while it lives as far as is known."""
+        child = self._child
+        return child.pid if child is not None and not self._dead else None
+
     @property
     def error(self) -> Exception | None:
         """What broke it."""
