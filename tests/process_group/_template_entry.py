@@ -10,6 +10,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import warnings
+
+# as torch does where numpy is missing: the trainer has been told, and the user is not told again
+warnings.warn("this module is imported", stacklevel=1)
 
 
 def main(end: socket.socket) -> int:

@@ -389,16 +389,18 @@ class Many(SharedTemplate):
 
     def test_a_fork_that_nobody_waits_for_any_more_is_ended(self) -> None:
         pid = self.template.pid()
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with self.assertRaises(errors.DeadlineExceeded) as caught:
-                Talk(self.template, 0.2)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        self.assertIn("fork a child", str(caught.exception))
-        with Talk(self.template):
-            pass  # the template goes on, and has forked the other before
-        wait_until(lambda: children_of(pid) == [], "the late child is ended")
+        here, there = socket.socketpair()
+        with here:  # open, or the child would end by itself
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                with self.assertRaises(errors.DeadlineExceeded) as caught:
+                    self.template.fork(soon(0.2), there)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            self.assertIn("fork a child", str(caught.exception))
+            with Talk(self.template):
+                pass  # the template goes on, and has forked the other before
+            wait_until(lambda: children_of(pid) == [], "the late child is ended")
 
 
 def children_of(pid: int) -> list[int]:

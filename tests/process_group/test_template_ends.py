@@ -79,6 +79,20 @@ time.sleep(600)
                 os.kill(worker, signal.SIGKILL)
             self.assertEqual(trainer.communicate(), ("", ""))
 
+    def test_together_with_the_template(self) -> None:
+        # nobody is left to kill the child but the kernel
+        code = f"""
+talk = Talk(source)
+talk.ask({SLEEP.format("PyDLL")!r})
+print(json.dumps([source.pid(), talk.first]), flush=True)
+time.sleep(600)
+"""
+        with Trainer(code) as trainer:
+            pids = json.loads(trainer.stdout.readline())
+            os.kill(trainer.pid, signal.SIGSTOP)
+            os.kill(pids[0], signal.SIGKILL)
+            self.all_gone(pids)
+
     def test_old_kernel(self) -> None:
         code = f"""
 source.release()
