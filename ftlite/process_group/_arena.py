@@ -8,6 +8,7 @@ the condition. The destructor of a user's tensor only appends to a deque.
 
     take -> copy in -> (the child works in the slot) -> copy out -> give
     empty -> a tensor in a segment, which find() knows: no copy at all; back when its storage dies
+    adopt -> a storage that torch shares already is a segment of its own, for as long as it lives
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.multiprocessing
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._deadline import Deadline
 from .._errors import StateError
@@ -40,6 +43,11 @@ SEGMENT_BYTES = 64 << 20
 # A training step with its pause for evaluation or a checkpoint is shorter; after that, the memory is the machine's.
 IDLE_S = 10.0
 
+# As many mappings more in the child, of the 65,530 that a process may have. Storages beyond are copied as any other.
+ADOPTED = 1024
+# Below this a copy is done before it is found out whether the storage is shared (2 us).
+ADOPT_BYTES = 1 << 16
+
 
 class Segment(NamedTuple):
     """What a child has to be told: ``nbytes`` of the file behind ``fd``, which remains the arena's."""
@@ -47,6 +55,13 @@ class Segment(NamedTuple):
     number: int
     nbytes: int
     fd: int
+
+
+class _Adopted(NamedTuple):
+    """A storage of torch's, and the segment that it is."""
+
+    storage: Any
+    segment: Segment
 
 
 class _Lease(weakref.ref[memoryview]):
@@ -74,6 +89,8 @@ class Arena:
         self._next = 0
         # replaced as a whole, so that find() needs no lock: first addresses, sorted; and (end, number) of each
         self._places: tuple[list[int], list[tuple[int, int]]] = ([], [])
+        self._adopted: dict[int, _Adopted] = {}  # by the storage's address
+        self._gone: list[int] = []  # adopted segments whose storage has died
         self._leases: dict[int, _Lease] = {}
         self._dead: deque[weakref.ref[memoryview]] = deque()
 
@@ -146,12 +163,42 @@ class Arena:
             return None
         return ends[at][1], address - starts[at]
 
+    def adopt(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(segment, offset) of the first element of a CPU ``tensor`` in memory that torch shares already, else None.
+
+        None as well for small tensors, for storages beyond the bound, and where torch shares by file names.
+        """
+        if tensor.numel() * tensor.element_size() < ADOPT_BYTES:
+            return None
+        storage = tensor.untyped_storage()
+        # by the other strategy there is no descriptor, and asking for one would move the user's storage
+        if not storage.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+            return None
+        address = storage.data_ptr()
+        with self._changed:
+            if self._closed:
+                raise self._closed_error("adopt")
+            known = self._adopted.get(address)
+            if known is None or known.storage.expired():
+                self._let_go()
+                if len(self._adopted) >= ADOPTED:
+                    return None
+                fd, nbytes = storage._share_fd_cpu_()  # its own descriptor, and not a duplicate
+                known = _Adopted(StorageWeakRef(storage), Segment(self._next, nbytes, fd))
+                self._next += 1
+                self._adopted[address] = known
+        return known.segment.number, tensor.data_ptr() - address
+
     def segment(self, number: int) -> Segment:
         """What to tell a child about segment ``number``.
 
         Raises:
             StateError: there is no such segment (any more).
         """
+        with self._changed:
+            for _, segment in self._adopted.values():
+                if segment.number == number:
+                    return segment
         return self._known(number, "segment")[0]
 
     def out_bytes(self) -> int:
@@ -173,6 +220,8 @@ class Arena:
             if self._closed:
                 raise self._closed_error("forget_idle")
             self._collect()
+            self._let_go()
+            forgotten, self._gone = self._gone, forgotten
             for pool in (self._ops, self._own):
                 for number in pool.idle(now_s, IDLE_S):
                     if self._unmap(number):
@@ -195,6 +244,7 @@ class Arena:
                 # where a tensor lives, the memory goes when the tensor does
                 mapping.close()
                 os.close(segment.fd)
+            self._adopted.clear()
             self._leases.clear()
             self._changed.notify_all()
 
@@ -262,6 +312,13 @@ class Arena:
                 lease = self._leases.pop(id(self._dead.popleft()), None)
                 if lease is not None:
                     self._own.give(lease.slot)
+
+    def _let_go(self) -> None:
+        """Give up the adopted storages that have died; whatever lies at their addresses now is something else."""
+        for address, (storage, segment) in list(self._adopted.items()):
+            if storage.expired():
+                del self._adopted[address]
+                self._gone.append(segment.number)
 
     def _known(self, number: int, attempted: str) -> tuple[Segment, Mapping]:
         known = self._segments.get(number)

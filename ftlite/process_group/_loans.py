@@ -154,6 +154,10 @@ class Ledger:
                 self._arena.give(loan.slot)
             self._hostages.clear()
 
+    def end(self) -> None:
+        """The session is over: forget ``keep_reading``, and whom it belongs to."""
+        self._keep_reading = _no_replies
+
     def _enter(
         self,
         op: Borrower,
@@ -208,7 +212,7 @@ class Ledger:
         if loan is not None:
             return Lent(view, writes, is_plain, loan.slot.segment, loan.slot.offset, loan)
         nbytes = view.numel() * view.element_size()
-        place = self._arena.find(view) if is_plain and nbytes else None
+        place = (self._arena.find(view) or self._arena.adopt(view)) if is_plain and nbytes else None
         if place is not None:
             return Lent(view, writes, is_plain, *place, None)
         slot = self._take(nbytes, deadline)
@@ -238,6 +242,10 @@ class Ledger:
                 if deadline.expired():
                     raise
             keep_reading(deadline.remaining_s())
+
+
+def _no_replies() -> None:
+    """What there is to do instead of waiting when all is over."""
 
 
 def _span(view: torch.Tensor, is_plain: bool) -> tuple[int, int]:
