@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -34,3 +35,35 @@ safe_unpickler: Any | None = getattr(torch, "_weights_only_unpickler", None)
 # native half. Where this is true a group keeps its Works alive by itself. Goes when 2.7 is the oldest; keeping them
 # where there is no need costs one dictionary entry, so the bound is on the safe side.
 WORK_LOSES_ITS_PYTHON_HALF = TORCH < (2, 8)
+
+
+def quiet_rebuilding() -> None:
+    """Keep torch from warning of what its own loader does: it rebuilds quantized tensors over a deprecated storage,
+    and compressed sparse ones by functions that say "beta". Call it before a load.
+
+    Only warnings that name ``torch._utils``, where that is done, as their place. For good, since putting the filters
+    back (``warnings.catch_warnings``) would undo what another thread has set meanwhile. Goes when torch has none of
+    them any more.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._utils\Z")
+
+
+def storage_ipc(kind: str) -> tuple[Any, Any, Any] | None:
+    """How torch exports a storage on a device of ``kind``, opens one, and releases its counter; None where it cannot.
+
+    By private names, which torch.multiprocessing stands on; 2.6 to 2.13 have them for CUDA alone. Goes when torch has a
+    public way.
+    """
+    share = getattr(torch.UntypedStorage, f"_share_{kind}_", None)
+    new = getattr(torch.UntypedStorage, f"_new_shared_{kind}", None)
+    release = getattr(torch.UntypedStorage, f"_release_ipc_counter_{kind}", None)
+    if None in (share, new, release) or not hasattr(getattr(torch, kind, None), "ipc_collect"):
+        return None
+    return share, new, release
+
+
+# ProcessGroupGloo(store, rank, size, timeout) enters its object into pybind's table without the GIL: when another
+# thread makes or drops any of torch's objects at that moment, the process ends by an abort ("Tried to deallocate
+# unregistered instance"). Seen with 2.6, not with 2.13; the constructor that takes options does not. (TCPStore's does,
+# and has no other.) Goes when 2.13 is the oldest.
+GLOO_CONSTRUCTOR_RACES = TORCH < (2, 13)

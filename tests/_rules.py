@@ -32,6 +32,7 @@ GAPS = {("checkpointing._pg_transport", "process_group")}  # it takes a group th
 NAMED = {
     "FtliteError": "the class, in __all__",
     "FTLITE_INTERFACE": "documented environment variable: the interface to advertise",
+    "ftlite-baby-": "documented backend names: what it begins, with the backend's own after it",
 }
 
 

@@ -16,9 +16,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, TCPStore
+from torch._C._distributed_c10d import AllreduceOptions, TCPStore
 
-from ..process_group import ProcessGroupBabyGloo, ProcessGroupGloo, create_store_client
+from ..process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, create_store_client
 from ._link import Link, serve
 
 Options = dict[str, Any]
@@ -46,7 +46,7 @@ class _Rank:
         self._meetings += 1
         key = f"meeting {self._meetings}"
         if self._store.add(key, 1) == _WORLD:
-            self._store.set(f"{key} is on", b"1")
+            self._store.set(f"{key} is on", "1")
         self._store.wait([f"{key} is on"], self.timeout)
 
     def tell(self, part: str, kind: str, seconds: list[float], **more: object) -> None:
@@ -61,10 +61,11 @@ def main(link: Link, options: Options) -> None:
         hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         link.send("store", address=f"127.0.0.1:{hosted.port}", torch=torch.__version__)
     rank = _Rank(link, options, link.expect("meet", options["timeout_s"])["address"])
-    groups = {"child": ProcessGroupBabyGloo(rank.timeout), "in process": ProcessGroupGloo(rank.timeout)}
+    child, in_process = ProcessGroupBabyGloo(rank.timeout), ProcessGroupGloo(rank.timeout)
+    groups: dict[str, ProcessGroup] = {"child": child, "in process": in_process}
     try:
-        _configure(rank, groups["child"])
-        _configure_in_process(rank, groups["in process"])
+        _configure(rank, child)
+        _configure_in_process(rank, in_process)
         for repetition in range(options["runs"]):
             for kind, group in groups.items():
                 link.progress("measuring", repetition, options["runs"])

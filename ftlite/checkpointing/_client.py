@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import re
 import socket
 import sys
+import time
 from typing import Any
 
 from .. import _net
@@ -26,10 +28,11 @@ from ._manifest import PROTOCOL
 from ._memory import unlocked
 from ._server import PROTOCOL_HEADER, READER_HEADER, SUM_HEADER, TORCH_HEADER
 
-# A live donor is never silent for so long: its longest pause is a request that waits for the gate (half a second).
-# Longer than TCP takes to send a lost packet again a few times (0.2, 0.4, ... 6.4 s).
+# A donor that is silent for so long is given up. A live one never is: its longest pause is a request that waits for
+# the gate (half a second). Longer than TCP takes to send a lost packet again a few times (0.2, 0.4, ... 6.4 s).
 IDLE_S = 15.0
-_REASON_BYTES = 4096
+_REASON_BYTES = 1000  # as much as a donor of ours says
+_OURS = re.compile(r"/[0-9a-f]{32}/checkpoint/")
 CHANGED = (
     "damaged on the way, or changed by the donor while it was served; a donor that trains on while it serves needs "
     'snapshot="all", or disallow_checkpoint() first'
@@ -54,6 +57,8 @@ class Donor:
             ValueError: it is no such URL; the text does not show the path, which holds the secret.
         """
         self.host, self.port, self.path = _net.split_url(url)
+        # by its secret; a peer's address has none, and neither has its stream a checksum
+        self.is_ours = _OURS.fullmatch(self.path) is not None
         self.shown = f"{_net.url_host(self.host)}:{self.port}"
         self._candidates: list[_net.Candidate] | None = None
 
@@ -80,6 +85,16 @@ class Link:
         self._sock: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         self._closed = False
+        self.hear()
+
+    def hear(self) -> None:
+        """Something came from the donor, or is waited for from now on."""
+        self._heard_s = time.monotonic()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the donor is given up: nothing has come for as long as the idle limit, over however many tries."""
+        return time.monotonic() - self._heard_s >= IDLE_S
 
     def get(self, step: int, what: str, start: int = 0) -> Answer:
         """Ask for ``what`` of ``step``, from byte ``start`` on.
@@ -101,6 +116,7 @@ class Link:
             if isinstance(e, (DeadlineExceeded, TransferError)):
                 raise
             raise Broken(_said(e)) from e
+        self.hear()
         if response.status not in (200, 206):
             self._refused(response, step)
         if response.status != (206 if start else 200) or response.chunked:
@@ -141,24 +157,25 @@ class Link:
             if self._closed:  # cut() came while the connection was being made
                 self._shut()
         sock: socket.socket = self._http.sock
-        sock.settimeout(max(0.05, min(IDLE_S, self._deadline.remaining_s())))
+        sock.settimeout(IDLE_S)  # at the deadline the connection is cut
         return self._http
 
     def _refused(self, response: http.client.HTTPResponse, step: int) -> None:
         try:
-            reason = response.read(_REASON_BYTES).decode("utf-8", "replace").strip()
+            said = response.read(_REASON_BYTES).decode("utf-8", "replace").strip()
         except (OSError, http.client.HTTPException) as e:
             self.close()
             raise Broken(_said(e)) from e
         if response.getheader(PROTOCOL_HEADER) is None:
-            reason = ""  # the page of some other server is no reason
+            said = ""  # the page of some other server is no reason
+        reason = "".join(c if c.isprintable() else " " for c in said)  # it ends up in a log or on a terminal
         if not response.isclosed():
             self.close()
         if response.status == 503:
-            raise Later(reason.removeprefix("wait: "))
+            raise Later(reason)
         hint = "check the address: it must be what the donor's metadata() returned" if response.status == 404 else ""
-        said = ": ".join(part for part in (reason, hint) if part) or f"HTTP status {response.status}"
-        raise NotServing(f"{self.donor.shown} does not serve step {step}: {said}")
+        why = ": ".join(part for part in (reason, hint) if part) or f"HTTP status {response.status}"
+        raise NotServing(f"{self.donor.shown} does not serve step {step}: {why}")
 
 
 class Answer(io.BufferedIOBase):
@@ -175,6 +192,7 @@ class Answer(io.BufferedIOBase):
         self.most = sys.maxsize if self.length is None else self.length
         self.done = 0
         self.sums: RowSum | None = None
+        self._ahead = True  # whether http.client may have read bytes of the body already
 
     @property
     def left(self) -> int:
@@ -198,7 +216,8 @@ class Answer(io.BufferedIOBase):
     @property
     def torch_version(self) -> str | None:
         """The donor's torch, where it says."""
-        return self._response.getheader(TORCH_HEADER)
+        text = self._response.getheader(TORCH_HEADER)
+        return None if text is None else text[:40]
 
     @property
     def announced_sum(self) -> int | None:
@@ -218,12 +237,16 @@ class Answer(io.BufferedIOBase):
             )
         try:
             while view:
-                # one read of the socket at a time, so that what came before a break or a time-out is counted
-                n = self._response.fp.readinto1(view) if self._response.fp is not None else 0
+                # One read of the socket at a time, so that what came before a break or a time-out is counted. A reader
+                # that has bytes at hand returns them by themselves only where its buffer is as large as what is asked.
+                part = view[: io.DEFAULT_BUFFER_SIZE] if self._ahead else view
+                n = self._response.fp.readinto1(part) if self._response.fp is not None else 0
                 if not n:
                     raise Broken("the donor closed the connection in the middle")
+                self._ahead = len(part) < io.DEFAULT_BUFFER_SIZE
                 view = view[n:]
                 self.done += n
+                self._link.hear()
         except (OSError, http.client.HTTPException) as e:
             self._link.close()
             raise Broken(_said(e)) from e
@@ -262,6 +285,7 @@ class Answer(io.BufferedIOBase):
             while more := self._response.read(min(1 << 20, self.left + 1)):
                 data += more
                 self.done += len(more)
+                self._link.hear()
                 if self.left < 0:
                     raise IntegrityError(
                         f"{self._link.donor.shown} sends more than the {self.most} bytes that may come"
@@ -293,4 +317,4 @@ def lost(donor: Donor, why: object, done: int, total: int) -> IncompleteTransfer
 def _said(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"it was silent for {IDLE_S:g} s, the idle limit"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{type(error).__name__}: {error!s:.200}" if str(error) else type(error).__name__

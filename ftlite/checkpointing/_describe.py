@@ -14,10 +14,10 @@ import torch
 
 from .. import _compat
 from .._errors import LayoutError
-from . import _dtensor, _tree
+from . import _dtensor, _stream, _tree
 from ._layout import Layout, View, lay_out
 from ._manifest import CONJ, NEG, PACKED, PARAMETER, REQUIRES_GRAD, Manifest, Spec
-from ._memory import offset_bytes
+from ._memory import has_memory, offset_bytes
 
 
 class Leaf(NamedTuple):
@@ -51,6 +51,14 @@ class _Collector:
             )
         if not is_plain(local):
             return ["p", self._blob(obj, path)]
+        if not has_memory(local):
+            where = _tree.show_path(path)
+            raise LayoutError(
+                f"{where}: the storage of this tensor of shape {tuple(local.shape)} has only "
+                f"{local.untyped_storage().nbytes()} bytes, as one that was freed; take the state while it is "
+                "gathered, or leave it out",
+                keys=(where,),
+            )
         self._numbers[id(obj)] = len(self.leaves)
         return ["t", self._add(Leaf(obj, local, flags_of(obj, local), whole))]
 
@@ -74,7 +82,7 @@ class _Collector:
         try:
             torch.save(obj, buffer)
             if self._weights_only:
-                torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+                _stream.load_object(buffer.getvalue(), weights_only=True)
         except Exception as e:  # whatever the object's own pickling raises is a refusal of this leaf
             reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
             raise LayoutError(
@@ -114,13 +122,7 @@ def describe(state: Any, step: int, weights_only: bool) -> tuple[Manifest, Layou
     """
     collector = _Collector(weights_only)
     tree = _tree.encode(state, collector.leaf)
-    views = []
-    for leaf in collector.leaves:
-        t = leaf.tensor
-        storage, size = t.untyped_storage(), t.element_size()
-        key = (t.device, storage.data_ptr())
-        views.append(View(key, offset_bytes(t), size, tuple(t.shape), t.stride()))
-    layout = lay_out(views)
+    layout = lay_out(_views(collector.leaves))
     kinds: dict[tuple[Any, ...], Spec] = {}
     specs = []
     for leaf, place in zip(collector.leaves, layout.places):
@@ -144,3 +146,22 @@ def describe(state: Any, step: int, weights_only: bool) -> tuple[Manifest, Layou
         leads={i: region.lead for i, region in enumerate(layout.regions) if region.lead},
     )
     return manifest, layout, collector.leaves
+
+
+def _views(leaves: list[Leaf]) -> list[View]:
+    """Where the leaves' tensors lie. Most have one of a few shapes, of which one object is enough."""
+    shapes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    views = []
+    for leaf in leaves:
+        t = leaf.tensor
+        shape = tuple(t.shape), t.stride()
+        address = t.untyped_storage().data_ptr()
+        views.append(
+            View(
+                address if t.is_cpu else (t.device, address),
+                offset_bytes(t),
+                t.element_size(),
+                *shapes.setdefault(shape, shape),
+            )
+        )
+    return views

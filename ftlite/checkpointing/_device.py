@@ -99,9 +99,11 @@ class HostStage:
     def abandon(self) -> None:
         """Forget the copies under way, after a failure, so that nothing keeps their memory."""
         for lane in self._lanes.values():
-            lane.stream.synchronize()
-            for slot in lane.slots:
-                slot.clear()
+            try:
+                lane.stream.synchronize()
+            finally:  # a device that has failed cannot be waited for
+                for slot in lane.slots:
+                    slot.clear()
 
     def finish(self) -> None:
         """Wait until every copy is where it belongs; the sources may be changed from here on."""

@@ -111,6 +111,7 @@ class Transfer:
 
     def _receive(self, link: Link, taken: Range, sinks: _Sinks) -> None:
         tries, pause_s = 0, FIRST_PAUSE_S
+        link.hear()
         while taken.at < taken.end and not self._watch.over:
             before = taken.at
             try:
@@ -120,7 +121,7 @@ class Transfer:
                 # a donor that says "later" in the middle has withdrawn the state: that is waited for no longer than a
                 # connection that fails
                 tries = 0 if moved else tries + 1
-                if tries >= TRIES:
+                if tries >= TRIES or link.silent:
                     raise lost(link.donor, e, self._done_bytes(), self._queue.total) from e
                 pause_s = FIRST_PAUSE_S if moved else min(pause_s * 2, LONGEST_PAUSE_S)
                 self._watch.pause(pause_s)

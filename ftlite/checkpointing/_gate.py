@@ -192,11 +192,11 @@ class ServingGate(Generic[S]):
 
     def enter(
         self, step: int, reader: str, connection: int, cut: Callable[[], None], wait_s: float
-    ) -> tuple[S | None, str]:
+    ) -> tuple[S | None, Answer, str]:
         """Ask for ``step``, waiting up to ``wait_s`` seconds for a gate that may open.
 
-        Returns what is served; or None and the reason, which begins with "wait" where asking again is of use.
-        ``cut`` must end the connection at once, from any thread; ``leave`` must follow.
+        Returns what is served, or None; the answer; and why it is not "enter". ``cut`` must end the connection at
+        once, from any thread; ``leave`` must follow.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._gate.ask(step, reader) is not Answer.WAIT, wait_s)
@@ -204,8 +204,8 @@ class ServingGate(Generic[S]):
             if answer is Answer.ENTER:
                 self._gate.enter(reader, connection)
                 self._cuts[connection] = cut
-                return self._served, ""
-            return None, self._reason(step, answer)
+                return self._served, answer, ""
+            return None, answer, self._reason(step, answer)
 
     def leave(self, connection: int) -> None:
         """The connection is closed."""
@@ -219,5 +219,5 @@ class ServingGate(Generic[S]):
         if answer is Answer.NEVER:
             return gate.refusal or f"step {gate.step} is served here, not step {step}"
         if len(gate.readers) >= gate.max_readers:
-            return f"wait: {gate.max_readers} readers (max_readers) are being served"
-        return f"wait: the donor is {gate.state.value}"
+            return f"{gate.max_readers} readers (max_readers) are being served"
+        return f"the donor is {gate.state.value}"

@@ -11,20 +11,20 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from .. import _interfaces, _net
 from .._deadline import Deadline, Timeout, seconds
-from .._errors import LayoutError, StateError
-from . import _stream
+from .._errors import StateError
 from ._client import Donor
 from ._device import HostStage
 from ._gate import ServingGate
+from ._offer import Offer
 from ._receive import Options, Receiver
 from ._server import CheckpointServer
-from ._snapshot import SNAPSHOTS, Snapshot, publish
+from ._snapshot import SNAPSHOTS, publish
 from ._transport import CheckpointTransport
 from ._tree import MISSING
 
@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BACKLOG = 128  # as many as the server serves at once
-_SHUTDOWN_S = 5.0  # connections are cut, so their threads end at once; a thread that summed a stream ends with it
+_SHUTDOWN_S = 5.0  # connections are cut, so their threads end at once; one that sums a stream looks up once per slice
 _SECRET_BYTES = 16
+_ONE_TRY_S = 0.05  # what a timeout of 0 allows: a donor that serves answers in a millisecond, this is for a busy one
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -103,16 +104,16 @@ class HTTPTransport(CheckpointTransport[T]):
         self._snapshot = snapshot
         where = None if device is None else torch.device(device)
         self._receiving = Options(num_chunks, weights_only, max_bytes, progress, where)
-        self._gate: ServingGate[Snapshot] = ServingGate(max_readers)
+        self._gate: ServingGate[Offer] = ServingGate(max_readers)
+        self._offer: Offer | None = None
         self._stage = HostStage()
         self._sending = threading.Lock()
-        self._full_lock = threading.Lock()
         address = _interfaces.choose_address(host, interface)
         listener = _net.listen(bind or address.ip, 0 if bind else address.family, port, _BACKLOG)
         secret = secrets.token_hex(_SECRET_BYTES)
         self._shown = f"{_net.url_host(address.ip)}:{listener.getsockname()[1]}"
         self._url = f"http://{self._shown}/{secret}/checkpoint/"
-        self._server = CheckpointServer(listener, secret, self._gate, str(torch.__version__), self._measured)
+        self._server = CheckpointServer(listener, secret, self._gate, str(torch.__version__))
         self._acceptor: threading.Thread | None = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="heal-accept", daemon=True
         )
@@ -145,6 +146,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 raise StateError("send_checkpoint() after shutdown()", state="shut down", attempted="send_checkpoint")
             self._close(deadline)
             self._gate.stage(step)
+            self._offer = None  # the memory of an earlier state goes before that of the next one comes
             began_s = time.perf_counter()
             try:
                 snapshot = publish(
@@ -158,7 +160,8 @@ class HTTPTransport(CheckpointTransport[T]):
             except BaseException as e:
                 self._gate.refuse(f"{type(e).__name__}: {e}"[:1000])
                 raise
-            self._gate.publish(snapshot)
+            self._offer = Offer(snapshot)
+            self._gate.publish(self._offer)
             logger.info(
                 "step %d published at %s for ranks %s: %d bytes in %d chunks, summed in %.3f s",
                 step, self._shown, list(dst_ranks), snapshot.flat.total, len(snapshot.ends),
@@ -186,6 +189,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def _close(self, deadline: Deadline) -> None:
         late = self._gate.close(deadline)
+        offer = self._offer
+        if offer is not None:
+            offer.halt(0.0)
         if late:
             logger.info("%d readers had not finished after %.3g s and were cut off", late, deadline.elapsed_s())
 
@@ -202,27 +208,14 @@ class HTTPTransport(CheckpointTransport[T]):
             return
         self._server.stop()
         self._server.server_close()
+        self._close(Deadline(0.0))  # first, since an answer may wait for the stream to be summed
         self._server.cut_all(_SHUTDOWN_S if wait else 0.0)
-        self._gate.close(Deadline(0.0))
         self._gate.drop()
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.halt(_SHUTDOWN_S if wait else 0.0)
         if wait:
             acceptor.join(_SHUTDOWN_S)
-
-    def _measured(self, snapshot: Snapshot) -> tuple[int, int, Callable[[Any], None]]:
-        """The length and checksum of the single stream of ``snapshot``, found once, and what writes it."""
-        with self._full_lock:
-            if snapshot.stream is None:
-                whole, meter = snapshot.whole(), _stream.Meter()
-                try:
-                    _stream.save(whole, meter)
-                except Exception as e:  # whatever a state that torch cannot save makes it raise
-                    raise LayoutError(
-                        f"torch cannot write this state as one stream ({type(e).__name__}: {e!s:.200}); "
-                        "num_chunks=None at the receiver carries it"
-                    ) from e
-                snapshot.stream = (meter.sums.nbytes, meter.sums.value(), whole)
-            length, checksum, whole = snapshot.stream
-        return length, checksum, lambda sink: _stream.save(whole, sink)
 
     # --- the receiver -------------------------------------------------------------------------------------
 
@@ -236,7 +229,7 @@ class HTTPTransport(CheckpointTransport[T]):
         that does not serve yet is waited for.
 
         Args:
-            timeout: for everything together, None for the constructor's; 0 tries once.
+            timeout: for everything together, None for the constructor's; 0 tries once, for 50 ms.
 
         Raises:
             NotServing: the donor has another step, refused its state, or is not at this address.
@@ -246,7 +239,7 @@ class HTTPTransport(CheckpointTransport[T]):
             DeadlineExceeded: the time was up.
             ValueError: ``metadata`` is not a donor's.
         """
-        deadline = Deadline(seconds(timeout, self._timeout_s))
+        deadline = Deadline(seconds(timeout, self._timeout_s) or _ONE_TRY_S)
         donor = Donor(_one_of(metadata))
         began_s = time.perf_counter()
         own = MISSING if self._state_dict is None else self._state_dict()

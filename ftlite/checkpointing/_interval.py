@@ -7,23 +7,24 @@ import ctypes
 
 import torch
 
-from ._memory import byte_tensor, offset_bytes, view_at
+from ._memory import byte_tensor, view_at
 
 
 class Interval:
-    """Bytes ``start`` to ``end`` of a region go to the memory of ``owner``, a tensor without gaps, from its begin on.
+    """Bytes ``start`` to ``end`` of a region go to the memory of a tensor without gaps, from its begin on.
 
-    ``next`` is the interval that follows in the same region, if any. ``address`` is that of the memory.
+    ``next`` is the interval that follows in the same region, if any. ``address`` is that of the memory, and ``owner``
+    its storage: not the tensor, whose .data somebody may set to other memory meanwhile.
     """
 
     __slots__ = ("address", "end", "next", "on_host", "owner", "start")
 
-    def __init__(self, start: int, end: int, owner: torch.Tensor) -> None:
+    def __init__(self, start: int, end: int, tensor: torch.Tensor) -> None:
         self.start = start
         self.end = end
-        self.owner = owner
-        self.on_host = owner.device.type == "cpu"
-        self.address = owner.data_ptr()
+        self.owner = tensor.untyped_storage()
+        self.on_host = tensor.device.type == "cpu"
+        self.address = tensor.data_ptr()
         self.next: Interval | None = None
 
     def host_view(self, at: int, nbytes: int) -> memoryview:
@@ -32,7 +33,7 @@ class Interval:
 
     def memory(self) -> torch.Tensor:
         """All of the memory, as a uint8 tensor."""
-        return byte_tensor(self.owner, offset_bytes(self.owner), self.end - self.start)
+        return byte_tensor(self.owner, self.address - self.owner.data_ptr(), self.end - self.start)
 
     def write(self, at: int, buffer: torch.Tensor, low: int, high: int) -> None:
         """Copy bytes ``low`` to ``high`` of ``buffer`` (uint8, on the host) to byte ``at`` of the region."""

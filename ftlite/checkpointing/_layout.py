@@ -150,9 +150,10 @@ def _runs_meet(distance: int, a_run: int, b_run: int, step: int) -> bool:
 
 def lay_out(views: Sequence[View]) -> Layout:
     """Find the regions of ``views`` and the place of every view in them."""
-    by_storage: dict[Hashable, list[tuple[int, int, int]]] = {}
+    storages: dict[Hashable, int] = {}  # in the order of first use
     spans: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # most views share few shapes
     dense: dict[Any, bool] = {}
+    parts: list[tuple[int, int, int, int]] = []
     for index, view in enumerate(views):
         kind = (view.shape, view.stride)
         elements = spans.get(kind)
@@ -160,41 +161,41 @@ def lay_out(views: Sequence[View]) -> Layout:
             elements = spans[kind] = span(*kind)
         nbytes = elements * view.itemsize
         if nbytes:
-            by_storage.setdefault(view.storage, []).append((view.start, view.start + nbytes, index))
-    found: list[tuple[Region, list[int]]] = []
-    for parts in by_storage.values():
-        parts.sort()
-        group = [parts[0]]
-        end = parts[0][1]
-        for part in parts[1:]:
-            if part[0] > end:
-                found.append(_region(views, group, end, dense))
-                group = []
-            group.append(part)
-            end = max(end, part[1])
-        found.append(_region(views, group, end, dense))
-    large = [pair for pair in found if pair[0].nbytes > SMALL_BYTES]
-    small = sorted((pair for pair in found if pair[0].nbytes <= SMALL_BYTES), key=lambda pair: pair[0].nbytes)
-    places = [Place(-1, 0)] * len(views)
-    for number, (region, members) in enumerate(large + small):
-        for index in members:
-            places[index] = Place(number, 0 if region.view is not None else views[index].start - region.start)
-    return Layout([region for region, _ in large + small], len(large), places)
+            parts.append((storages.setdefault(view.storage, len(storages)), view.start, view.start + nbytes, index))
+    parts.sort()
+    found: list[Region] = []
+    inside = [-1] * len(views)  # for every view its number in ``found``
+    at = 0
+    while at < len(parts):
+        storage, _, end, _ = parts[at]
+        members = []
+        while at < len(parts) and parts[at][0] == storage and parts[at][1] <= end:
+            end = max(end, parts[at][2])
+            members.append(parts[at][3])
+            inside[members[-1]] = len(found)
+            at += 1
+        found.append(_region(views, members, end, dense))
+    # stable: the large ones in the order of first use
+    order = sorted(range(len(found)), key=lambda i: found[i].nbytes if found[i].nbytes <= SMALL_BYTES else 0)
+    number = {old: new for new, old in enumerate(order)}
+    places = [
+        Place(number[i], 0 if found[i].view is not None else view.start - found[i].start) if i >= 0 else Place(-1, 0)
+        for i, view in zip(inside, views)
+    ]
+    return Layout([found[i] for i in order], sum(region.nbytes > SMALL_BYTES for region in found), places)
 
 
-def _region(
-    views: Sequence[View], group: list[tuple[int, int, int]], end: int, dense: dict[Any, bool]
-) -> tuple[Region, list[int]]:
-    members = [index for _, _, index in group]
-    first, start = views[members[0]], group[0][0]
+def _region(views: Sequence[View], members: list[int], end: int, dense: dict[Any, bool]) -> Region:
+    first = views[members[0]]
+    start = first.start
     kind = (first.shape, first.stride)
     if kind not in dense:
         dense[kind] = is_dense(*kind)
     if not dense[kind] and all(views[i] == first for i in members):
         nbytes = packed_bytes(first)
         if nbytes < end - start:  # else it overlaps itself (a sliding window), and would grow
-            return Region(first.storage, start, nbytes, 0, members[0]), members
-    return Region(first.storage, start, end - start, start % ALIGNMENT, None), members
+            return Region(first.storage, start, nbytes, 0, members[0])
+    return Region(first.storage, start, end - start, start % ALIGNMENT, None)
 
 
 class FlatSpace:

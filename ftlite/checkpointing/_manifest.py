@@ -150,7 +150,7 @@ def _ints(values: Any, end: int = _INT64_END) -> list[int]:
 def _checked(fields: dict[str, Any]) -> Manifest:
     _expect(type(fields["step"]) is int and type(fields["torch"]) is str, "step or torch")
     sizes = _ints(fields["sizes"])
-    _expect(sum(sizes) < _INT64_END, "sizes out of range")
+    _expect(sum(sizes) < _INT64_END - ALIGNMENT, "sizes out of range")
     large = fields["large"]
     _expect(type(large) is int and 0 <= large <= len(sizes), "large")
     leads = {}

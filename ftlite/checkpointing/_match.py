@@ -15,6 +15,9 @@ from .._errors import IntegrityError, LayoutError
 from . import _dtensor, _tree
 from ._describe import is_plain
 from ._manifest import CONJ, NEG, Manifest, Spec
+from ._memory import has_memory
+
+_TEXT = 1000  # characters of what a donor says in one message
 
 
 class Twin(NamedTuple):
@@ -137,8 +140,8 @@ class Match:
         if whole != theirs:
             raise self._misfit(
                 path,
-                f"the donor has {theirs or 'a plain tensor'}, the receiver {whole or 'a plain tensor'}; a shard is "
-                "healed by the same shard of an equal mesh",
+                f"the donor has {str(theirs or 'a plain tensor')[:_TEXT]}, the receiver {whole or 'a plain tensor'}; a "
+                "shard is healed by the same shard of an equal mesh",
             )
         if not is_plain(local) or local.device.type == "meta":
             raise self._misfit(
@@ -152,6 +155,12 @@ class Match:
                 f"the donor has shape {spec.shape}, stride {spec.stride}, {spec.dtype}, the receiver {_shown(local)}; "
                 "nothing was written: make both replicas build the same model",
             )
+        if not has_memory(local):
+            raise self._misfit(
+                path,
+                f"the storage of the receiver's tensor ({_shown(local)}) has only {local.untyped_storage().nbytes()} "
+                "bytes, as one that was freed; give it its memory before it is healed",
+            )
         if any(by == 0 and n > 1 and theirs for n, by, theirs in zip(local.shape, local.stride(), spec.stride)):
             raise self._misfit(
                 path,
@@ -162,7 +171,7 @@ class Match:
 
     @staticmethod
     def _misfit(path: _tree.Path, text: str) -> LayoutError:
-        where = _tree.show_path(path)
+        where = _tree.show_path(path)[:_TEXT]  # keys are the donor's, and may be of any length
         return LayoutError(f"{where}: {text}", keys=(where,))
 
 

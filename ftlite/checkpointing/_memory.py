@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from ._layout import span
+
 _PYBUF_WRITE = 0x200  # from CPython's object.h; the same since 3.3
 
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -58,10 +60,17 @@ def offset_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def byte_tensor(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """A 1-D uint8 tensor over bytes ``start`` to ``start + nbytes`` of ``tensor``'s storage, on its device."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+def byte_tensor(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """A 1-D uint8 tensor over bytes ``start`` to ``start + nbytes`` of ``storage``, on its device."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, start, (nbytes,), (1,))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage of ``tensor`` reaches to its last element; one that was freed (``resize_(0)``) does not."""
+    elements = tensor.numel() if tensor.is_contiguous() else span(tensor.shape, tensor.stride())
+    end = (tensor.storage_offset() + elements) * tensor.element_size()
+    return elements == 0 or end <= tensor.untyped_storage().nbytes()
 
 
 def tensor_in(

@@ -7,14 +7,13 @@ gone, so that both paths heal in place alike.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +39,7 @@ from ._snapshot import publish
 from ._watch import Watch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # A stream keeps a core busy at either end, so more of them than half the cores only take turns; but into new memory the
 # kernel spends more on handing out pages than on copying, and that goes on beside the interpreter, so there every core
@@ -141,7 +141,7 @@ class Receiver:
     def _watched(self, link: Link, job: Callable[[Watch], Any], tick: Callable[[], None], what: str) -> Any:
         watch = Watch([link], self._deadline)
         found: list[Any] = []
-        self._reason: list[str] = []
+        self._reason = ""
         self._answer: Answer | None = None
 
         def late() -> FtliteError:
@@ -149,7 +149,7 @@ class Receiver:
             if answer is not None:
                 hint = f"{answer.done} of {answer.length or 'an unknown number of'} bytes so far, the limit is for all"
             elif self._reason:
-                hint = f"the donor said: {self._reason[-1]}"
+                hint = f"the donor said: {self._reason}"
             error = self._deadline.exceeded(f"{what} of step {self._step} from {self._donor.shown}", hint)
             if answer is not None:
                 error.__dict__.update(bytes_done=answer.done, bytes_total=answer.length or 0)
@@ -158,46 +158,52 @@ class Receiver:
         watch.run([lambda: found.append(job(watch))], tick, late)
         return found[0]
 
-    def _ask(self, watch: Watch, link: Link, what: str) -> Answer:
-        """Ask until there is an answer: a donor that does not serve yet is waited for, one that is gone is not."""
+    def _ask(self, watch: Watch, link: Link, what: str, use: Callable[[Answer], T]) -> T:
+        """What ``use`` makes of the answer. A donor that does not serve yet is waited for, one that is gone is not."""
         tries, pause_s = 0, FIRST_PAUSE_S
+        link.hear()
         while True:
             try:
                 self._answer = link.get(self._step, what)
-                return self._answer
+                return use(self._answer)
             except (Broken, Later, IncompleteTransfer) as e:
+                tries += 1
                 if isinstance(e, Later):
-                    self._reason.append(str(e))
-                else:
-                    tries += 1
-                if tries >= TRIES:
-                    raise lost(self._donor, e, 0, 0) from e
+                    tries, self._reason = 0, str(e)
+                if tries >= TRIES or link.silent:
+                    raise self._lost(e) from e
                 if watch.over:
                     raise
                 watch.pause(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
+    def _lost(self, why: Exception) -> IncompleteTransfer:
+        answer = self._answer
+        return lost(self._donor, why, *((0, 0) if answer is None else (answer.done, answer.length or 0)))
+
     def _document_of(self, link: Link) -> bytes:
         def job(watch: Watch) -> bytes:
-            answer = self._ask(watch, link, "metadata")
-            answer.require_protocol()
-            if answer.length is None:
-                raise IntegrityError(f"{self._donor.shown} does not say how long its metadata is")
-            if answer.length > MAX_MANIFEST_BYTES:
-                raise LayoutError(
-                    f"{self._donor.shown} announces {answer.length} bytes of metadata, more than the "
-                    f"{MAX_MANIFEST_BYTES} that are accepted"
-                )
-            document = self._body(answer)
-            if answer.announced_sum != checksum_of(document):
-                raise IntegrityError(
-                    f"the metadata from {self._donor.shown} arrived with another checksum than it announced; nothing "
-                    "was written; heal again"
-                )
-            return bytes(document)
+            return self._ask(watch, link, "metadata", self._document)
 
         document: bytes = self._watched(link, job, lambda: None, "asking for the metadata")
         return document
+
+    def _document(self, answer: Answer) -> bytes:
+        answer.require_protocol()
+        if answer.length is None:
+            raise IntegrityError(f"{self._donor.shown} does not say how long its metadata is")
+        if answer.length > MAX_MANIFEST_BYTES:
+            raise LayoutError(
+                f"{self._donor.shown} announces {answer.length} bytes of metadata, more than the {MAX_MANIFEST_BYTES} "
+                "that are accepted"
+            )
+        document = answer.read()
+        if answer.announced_sum != checksum_of(document):
+            raise IntegrityError(
+                f"the metadata from {self._donor.shown} arrived with another checksum than it announced; nothing was "
+                "written; heal again"
+            )
+        return bytes(document)
 
     def _parsed(self, document: bytes) -> Manifest:
         manifest = parse(document)
@@ -205,19 +211,11 @@ class Receiver:
             raise IntegrityError(f"{self._donor.shown} sent step {manifest.step} where step {self._step} was asked for")
         return manifest
 
-    def _body(self, answer: Answer) -> bytearray:
-        try:
-            data: bytearray = answer.read()
-        except Broken as e:
-            raise lost(self._donor, e, answer.done, answer.length or 0) from e
-        return data
-
     # --- the single stream --------------------------------------------------------------------------------
 
     def _stream_of(self, link: Link) -> Any:
         def job(watch: Watch) -> Any:
-            answer = self._ask(watch, link, "full")
-            self._accept(answer)
+            answer = self._ask(watch, link, "full", self._accepted)
             return self._load(answer)
 
         def tick() -> None:
@@ -227,7 +225,7 @@ class Receiver:
 
         return self._watched(link, job, tick, "receiving the stream")
 
-    def _accept(self, answer: Answer) -> None:
+    def _accepted(self, answer: Answer) -> Answer:
         theirs, ours = answer.torch_version, str(torch.__version__)
         if theirs is not None and theirs.split(".")[:2] != ours.split(".")[:2]:
             raise LayoutError(
@@ -245,7 +243,13 @@ class Receiver:
         if answer.length is None and most is not None:
             answer.most = most
         self.checked = answer.announced_sum is not None
+        if self._donor.is_ours and not self.checked:
+            raise IntegrityError(
+                f"{self._donor.shown} announces no checksum of its stream, which every donor of ours does: its head is "
+                "damaged; nothing was written; heal again"
+            )
         answer.sums = RowSum()
+        return answer
 
     def _load(self, answer: Answer) -> Any:
         try:
@@ -254,7 +258,7 @@ class Receiver:
         except FtliteError:
             raise
         except Broken as e:
-            raise lost(self._donor, e, answer.done, answer.length or 0) from e
+            raise self._lost(e) from e
         except pickle.UnpicklingError as e:
             raise LayoutError(
                 f"torch's safe loader refuses the stream of {self._donor.shown} ({_first_line(e)}); weights_only=False "
@@ -281,12 +285,12 @@ class Receiver:
         self._log_left_alone(plan)
         plan.settle()
         loaded.copy_to(plan.intervals)
-        return plan.finish(lambda data, _path: torch.load(io.BytesIO(data), weights_only=False))
+        return plan.finish(lambda data, _path: _stream.load_object(data, weights_only=False))
 
     def _load_blob(self, data: bytes, path: _tree.Path) -> Any:
         try:
-            return torch.load(
-                io.BytesIO(data), map_location=self._options.device or "cpu", weights_only=self._options.weights_only
+            return _stream.load_object(
+                data, weights_only=self._options.weights_only, device=self._options.device or "cpu"
             )
         except Exception as e:  # whatever a hostile or foreign object makes the loader raise
             raise LayoutError(

@@ -31,9 +31,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any
 
-from .._errors import FtliteError
-from ._gate import ServingGate
+from .._errors import FtliteError, IntegrityError
+from ._gate import Answer, ServingGate
 from ._manifest import PROTOCOL
+from ._offer import Offer
 from ._snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ MAX_STRANGERS = 32  # a burst of new readers gets in at once; a flood costs no m
 HEAD_S = 10.0  # a request head is one packet; ten seconds forgive a lost one several times over
 HEAD_BYTES = 8192  # ours take 300
 KEEP_ALIVE_S = 60.0  # a reader that copies a large block to a slow device is silent meanwhile
-SEND_S = 30.0  # per block of 1 MB: who takes less than 35 KB/s has stopped reading
+SEND_S = 30.0  # per piece of 1 MB: who takes less than 35 KB/s has stopped reading
 _PIECE_BYTES = 1 << 20
 HOLD_S = 0.5  # how long a request waits for the gate before it is told to come back: well below any idle limit
 _LOWEST_RANGE = re.compile(r"bytes=(\d{1,19})-\Z", re.ASCII)
@@ -92,16 +93,13 @@ class CheckpointServer(ThreadingMixIn, HTTPServer):
         self,
         listener: socket.socket,
         secret: str,
-        gate: ServingGate[Snapshot],
+        gate: ServingGate[Offer],
         torch_version: str,
-        full: Callable[[Snapshot], tuple[int, int, Callable[[Any], None]]],
     ) -> None:
-        """``full`` gives the length and checksum of a snapshot's single stream, and what writes it."""
         HTTPServer.__init__(self, listener.getsockname()[:2], BaseHTTPRequestHandler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.gate = gate
-        self.full = full
         self.torch_version = torch_version
         self.secret = secret.encode("ascii")
         self._lock = threading.Lock()
@@ -239,20 +237,32 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(400, "no such step or part")
             return
         reader = self.headers.get(READER_HEADER, "")
-        reader = reader if _READER.match(reader) else f"connection {self._number}"
-        snapshot, reason = self.server.gate.enter(int(step), reader, self._number, lambda: cut(self.connection), HOLD_S)
-        if snapshot is None:
-            self._say(503 if reason.startswith("wait") else 409, reason)
+        ours = _READER.match(reader) is not None
+        reader = reader if ours else f"connection {self._number}"
+        offer, answer, reason = self.server.gate.enter(
+            int(step), reader, self._number, lambda: cut(self.connection), HOLD_S
+        )
+        if offer is None:
+            self._say(503 if answer is Answer.WAIT else 409, reason)
         elif what == "metadata":
-            self._send_head(200, len(snapshot.document), snapshot.document_sum)
-            self._send(snapshot.document)
+            self._send_head(200, len(offer.snapshot.document), offer.snapshot.document_sum)
+            self._send(offer.snapshot.document)
         elif what == "full":
-            length, total, write = self.server.full(snapshot)
-            self._send_head(200, length, total)
-            with io.BufferedWriter(_Body(self._send), _PIECE_BYTES) as body:
-                write(body)
+            self._send_stream(offer, ours)
         else:
-            self._send_chunk(snapshot, int(what))
+            self._send_chunk(offer.snapshot, int(what))
+
+    def _send_stream(self, offer: Offer, ours: bool) -> None:
+        # who is not one of ours does not know to ask again
+        head = offer.head(HOLD_S if ours else None)
+        if head is None:
+            self._say(503, "the donor adds up its stream")
+            return
+        self._send_head(200, *head)
+        body = _Body(self._send, head[0])
+        with io.BufferedWriter(body, _PIECE_BYTES) as buffered:
+            offer.write(buffered)
+        body.require_end()
 
     def _send_chunk(self, snapshot: Snapshot, number: int) -> None:
         if number >= len(snapshot.ends):
@@ -283,8 +293,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self._body_started = True
 
-    def _send(self, block: Any) -> None:
-        self.connection.sendall(block)
+    def _send(self, data: Any) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), _PIECE_BYTES):
+            self.connection.sendall(view[at : at + _PIECE_BYTES])  # whose time limit is for each call
 
     def _say(self, status: int, text: str) -> None:
         """Answer with one line of text; a second status line within a body would pass for state."""
@@ -314,16 +326,26 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Body(io.RawIOBase):
-    """What a stream is written to, in front of a buffer that gathers its small writes."""
+    """What a stream of ``length`` bytes is written to, in front of a buffer that gathers its small writes."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, send: Callable[[Any], None], length: int) -> None:
         self._send = send
+        self._left = length
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
-        # a storage comes in one piece, and the time limit of a send is for each call
-        part = memoryview(data)[:_PIECE_BYTES]
-        self._send(part)
-        return len(part)
+        self._left -= len(data)
+        if self._left < 0:
+            self.require_end()
+        self._send(data)
+        return len(data)
+
+    def require_end(self) -> None:
+        """
+        Raises:
+            IntegrityError: more or fewer bytes were written than were announced.
+        """
+        if self._left:
+            raise IntegrityError("the state has changed since its stream was summed: its length is another one")

@@ -21,7 +21,7 @@ from ._checksum import RowSum, checksum_of
 from ._describe import Leaf, describe
 from ._device import HostStage
 from ._interval import Interval
-from ._layout import FlatSpace, Layout, cut, packed_stride
+from ._layout import FlatSpace, Layout, Region, cut, packed_stride
 from ._manifest import (
     MAX_MANIFEST_BYTES,
     PACKED,
@@ -40,33 +40,39 @@ SNAPSHOTS = ("small", "all", "none")
 BLOCK_BYTES = 1 << 20
 
 
-class _Part(NamedTuple):
-    """Host memory that is served: ``nbytes`` at ``address``, from ``start`` of its extent; while ``owner`` lives."""
+class _Run(NamedTuple):
+    """Small regions that lie side by side: ``nbytes`` at ``address``, from ``start`` of their extent."""
 
     start: int
     nbytes: int
     address: int
-    owner: torch.Tensor
+
+
+class _Memory(NamedTuple):
+    """Where the regions are on the host: by number their address, and the storage that keeps it.
+
+    Columns, as in the manifest. Storages and not tensors, whose .data the trainer may set to other memory. ``copied``
+    are the regions that are copies of our own.
+    """
+
+    addresses: list[int]
+    owners: list[torch.UntypedStorage]
+    copied: set[int]
 
 
 class Snapshot:
     """A published state: the document about it, and its bytes in the flat space."""
 
-    def __init__(
-        self, state: Any, manifest: Manifest, leaves: list[Leaf], parts: list[_Part], copied: set[int]
-    ) -> None:
+    def __init__(self, state: Any, manifest: Manifest, leaves: list[Leaf], memory: _Memory) -> None:
         self.step = manifest.step
-        # length, checksum and object of the single stream, once somebody has asked for it; not used here
-        self.stream: tuple[int, int, Any] | None = None
         self.flat: FlatSpace = manifest.flat()
         self.ends = manifest.ends
         self._state = state
         self.manifest = manifest
         self._leaves = leaves
-        self._copied = copied
-        self._parts = parts
-        self._small = _joined(parts[self.flat.large :])
-        self._small_starts = [part.start for part in self._small]
+        self._memory = memory
+        self._small = _joined(self.flat, memory.addresses)
+        self._small_starts = [run.start for run in self._small]
         manifest.sums = [self._sum(start, end) for start, end in zip([0, *self.ends], self.ends)]
         self.document = manifest.to_bytes()
         self.document_sum = checksum_of(self.document)
@@ -98,8 +104,8 @@ class Snapshot:
 
     def copy_to(self, targets: Sequence[Interval | None]) -> None:
         """Copy every region to its intervals, as a transfer would."""
-        for part, interval in zip(self._parts, targets):
-            host = torch.frombuffer(view_at(part.address, part.nbytes), dtype=torch.uint8)
+        for address, nbytes, interval in zip(self._memory.addresses, self.flat.sizes, targets):
+            host = torch.frombuffer(view_at(address, nbytes), dtype=torch.uint8)
             while interval is not None:
                 interval.write(interval.start, host, interval.start, interval.end)
                 interval = interval.next
@@ -107,7 +113,7 @@ class Snapshot:
     def _leaf_of_whole(self, tag: str, number: int, storages: dict[int, torch.UntypedStorage]) -> Any:
         record, leaf = self.manifest.record(number), self._leaves[number]
         region, spec = record.region, record.spec
-        if tag == "p" or record.dtensor is not None or region not in self._copied:
+        if tag == "p" or record.dtensor is not None or region not in self._memory.copied:
             return leaf.obj
         lead = self.manifest.leads.get(region, 0)
         if region not in storages:
@@ -118,11 +124,10 @@ class Snapshot:
         return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
 
     def _storage_of_whole(self, region: int, lead: int, spec: Spec) -> torch.UntypedStorage:
-        part = self._parts[region]
-        storage = part.owner.untyped_storage()
+        storage, nbytes = self._memory.owners[region], self.flat.sizes[region]
         if region >= self.flat.large or lead:  # in the arena, or by itself where it would not be aligned
-            storage = torch.empty(lead + part.nbytes, dtype=torch.uint8).untyped_storage()
-            view_at(storage.data_ptr() + lead, part.nbytes)[:] = view_at(part.address, part.nbytes)
+            storage = torch.empty(lead + nbytes, dtype=torch.uint8).untyped_storage()
+            view_at(storage.data_ptr() + lead, nbytes)[:] = view_at(self._memory.addresses[region], nbytes)
         if spec.flags & PACKED:  # whose tensors are all the same view
             gapped = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
             copy_elements(gapped, tensor_in(storage, spec.dtype, 0, spec.shape, spec.wire_stride))
@@ -139,7 +144,7 @@ class Snapshot:
             while at < stop:
                 n = min(stop - at, BLOCK_BYTES)
                 if extent < self.flat.large:
-                    view = view_at(self._parts[extent].address + at, n)
+                    view = view_at(self._memory.addresses[extent] + at, n)
                 else:
                     if scratch is None:
                         scratch = memoryview(bytearray(min(BLOCK_BYTES, stop - at)))
@@ -149,15 +154,15 @@ class Snapshot:
 
     def _gather(self, at: int, n: int, scratch: memoryview) -> memoryview:
         number = bisect_right(self._small_starts, at) - 1
-        part = self._small[number]
-        if at + n <= part.start + part.nbytes:
-            return view_at(part.address + at - part.start, n)
+        run = self._small[number]
+        if at + n <= run.start + run.nbytes:
+            return view_at(run.address + at - run.start, n)
         filled = 0
         while filled < n:
-            part = self._small[number]
-            skipped = at + filled - part.start
-            taken = min(part.nbytes - skipped, n - filled)
-            scratch[filled : filled + taken] = view_at(part.address + skipped, taken)
+            run = self._small[number]
+            skipped = at + filled - run.start
+            taken = min(run.nbytes - skipped, n - filled)
+            scratch[filled : filled + taken] = view_at(run.address + skipped, taken)
             filled += taken
             number += 1
         return scratch[:n]
@@ -188,33 +193,38 @@ def publish(
     with collector_paused():
         manifest, layout, leaves = describe(state, step, weights_only)
     manifest.ends = cut(sum(manifest.sizes), num_chunks)
-    tensors = [leaf.tensor for leaf in leaves]
-    owners = _owners(manifest)
-    copied = _choose_copied(layout, tensors, owners, snapshot)
-    arena = torch.empty(sum(manifest.sizes[i] for i in copied if i >= layout.large), dtype=torch.uint8)
-    arena_address = arena.data_ptr()
-    parts: list[_Part] = []
-    start = 0
     try:
-        for number, region in enumerate(layout.regions):
-            small = number >= layout.large
-            part = _place(tensors[owners[number]], layout, number, start if small else 0)
-            if number not in copied:
-                # of the storage and not of the tensor, whose .data the trainer may set to other memory
-                part = part._replace(owner=byte_tensor(part.owner, 0, 0))
-            elif small:
-                part = _copied(part, _Part(start, region.nbytes, arena_address, arena), stage)
-                arena_address += region.nbytes
-            else:
-                host = torch.empty(region.nbytes, dtype=torch.uint8)
-                part = _copied(part, _Part(0, region.nbytes, host.data_ptr(), host), stage)
-            parts.append(part)
-            start += region.nbytes if small else 0
+        memory = _take(manifest, layout, [leaf.tensor for leaf in leaves], snapshot, stage)
         stage.finish()
     except BaseException:
         stage.abandon()
         raise
-    return Snapshot(state, manifest, leaves, parts, copied)
+    del layout  # several hundred bytes per tensor, before the document is made
+    return Snapshot(state, manifest, leaves, memory)
+
+
+def _take(manifest: Manifest, layout: Layout, tensors: list[torch.Tensor], snapshot: str, stage: HostStage) -> _Memory:
+    """The memory of every region: as it is, or a copy of it, which for the small ones is in one piece."""
+    owners = _owners(manifest)
+    copied = _choose_copied(layout, tensors, owners, snapshot)
+    memory = _Memory([], [], copied)
+    arena = torch.empty(
+        sum(manifest.sizes[i] for i in copied if i >= layout.large), dtype=torch.uint8
+    ).untyped_storage()
+    used = 0
+    for number, region in enumerate(layout.regions):
+        owner, start = _place(tensors[owners[number]], region)
+        if number in copied:
+            source, first = owner, start
+            if number >= layout.large:
+                owner, start = arena, used
+                used += region.nbytes
+            else:
+                owner, start = torch.empty(region.nbytes, dtype=torch.uint8).untyped_storage(), 0
+            _copy(owner, start, source, first, region.nbytes, stage)
+        memory.addresses.append(owner.data_ptr() + start)
+        memory.owners.append(owner)
+    return memory
 
 
 def _owners(manifest: Manifest) -> list[int]:
@@ -240,40 +250,36 @@ def _choose_copied(layout: Layout, tensors: list[torch.Tensor], owners: list[int
     return copied
 
 
-def _place(tensor: torch.Tensor, layout: Layout, number: int, start: int) -> _Part:
-    """Where the bytes of region ``number`` are now, on whichever device."""
-    region = layout.regions[number]
+def _place(tensor: torch.Tensor, region: Region) -> tuple[torch.UntypedStorage, int]:
+    """The storage that has the bytes of ``region`` now, on whichever device, and where they begin in it."""
     if region.view is None:
-        return _Part(start, region.nbytes, tensor.untyped_storage().data_ptr() + region.start, tensor)
+        return tensor.untyped_storage(), region.start
     shape, stride = tuple(tensor.shape), tensor.stride()
     raw = tensor_in(tensor.untyped_storage(), tensor.dtype, offset_bytes(tensor), shape, stride)
     packed = torch.empty_strided(shape, packed_stride(shape, stride), dtype=raw.dtype, device=raw.device)
     copy_elements(packed, raw)
-    return _Part(start, region.nbytes, packed.data_ptr(), packed)
+    return packed.untyped_storage(), 0
 
 
-def _copied(part: _Part, target: _Part, stage: HostStage) -> _Part:
-    """Copy ``part`` to ``target``, on the host, and return that; from a device by way of ``stage``."""
-    if part.owner.device.type == "cpu":
-        ctypes.memmove(target.address, part.address, part.nbytes)
+def _copy(
+    target: torch.UntypedStorage, at: int, source: torch.UntypedStorage, start: int, nbytes: int, stage: HostStage
+) -> None:
+    """Copy ``nbytes`` bytes to byte ``at`` of ``target``, on the host; from a device by way of ``stage``."""
+    if source.device.type == "cpu":
+        ctypes.memmove(target.data_ptr() + at, source.data_ptr() + start, nbytes)
     else:
-        source = byte_tensor(part.owner, part.address - part.owner.untyped_storage().data_ptr(), part.nbytes)
-        stage.copy(byte_tensor(target.owner, target.address - target.owner.data_ptr(), target.nbytes), source)
-    return target
+        stage.copy(byte_tensor(target, at, nbytes), byte_tensor(source, start, nbytes))
 
 
-def _joined(parts: list[_Part]) -> list[_Part]:
-    """Small parts that lie side by side in memory as in the flat space, joined: all of them, for most states.
-
-    The owners are kept by the parts that were joined.
-    """
-    out: list[_Part] = []
+def _joined(flat: FlatSpace, addresses: list[int]) -> list[_Run]:
+    """Small regions that lie side by side in memory as in the flat space, joined: all of them, for most states."""
+    out: list[_Run] = []
     run_start = run_bytes = run_address = 0
-    for part in parts:
-        if out and run_address + run_bytes == part.address:
-            run_bytes += part.nbytes
-            out[-1] = _Part(run_start, run_bytes, run_address, part.owner)
+    for start, nbytes, address in zip(flat.small_starts, flat.sizes[flat.large :], addresses[flat.large :]):
+        if out and run_address + run_bytes == address:
+            run_bytes += nbytes
+            out[-1] = _Run(run_start, run_bytes, run_address)
             continue
-        run_start, run_bytes, run_address = part.start, part.nbytes, part.address
-        out.append(part)
+        run_start, run_bytes, run_address = start, nbytes, address
+        out.append(_Run(start, nbytes, address))
     return out

@@ -53,6 +53,7 @@ def save(state: Any, sink: Sink) -> None:
 
 def load(source: io.BufferedIOBase, *, weights_only: bool) -> Any:
     """Read a state from ``source``, whose ``read(n)`` gives exactly ``n`` bytes or raises."""
+    _compat.quiet_rebuilding()
     if _compat.streaming_load is not None:
         return _compat.streaming_load(source, map_location="cpu", weights_only=weights_only)
     if _compat.load_records is not None and _compat.safe_unpickler is not None:
@@ -62,6 +63,12 @@ def load(source: io.BufferedIOBase, *, weights_only: bool) -> Any:
         return _compat.load_records(zip_file=records, map_location="cpu", pickle_module=unpickler, encoding="utf-8")
     _warn()
     return torch.load(io.BytesIO(source.read()), map_location="cpu", weights_only=weights_only)
+
+
+def load_object(data: bytes, *, weights_only: bool, device: torch.device | str | None = None) -> Any:
+    """The object of which ``torch.save`` made ``data``; its tensors on ``device``, None for where they were."""
+    _compat.quiet_rebuilding()
+    return torch.load(io.BytesIO(data), map_location=device, weights_only=weights_only)
 
 
 def _warn() -> None:

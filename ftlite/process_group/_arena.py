@@ -16,11 +16,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
+import sys
 import threading
 import time
 import weakref
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +48,8 @@ IDLE_S = 10.0
 
 # As many mappings more in the child, of the 65,530 that a process may have. Storages beyond are copied as any other.
 ADOPTED = 1024
+# Each costs the child a descriptor, of which it may have 1024, and that is for the backend's connections too.
+_SHARE = 8
 # Below this a copy is done before it is found out whether the storage is shared (2 us).
 ADOPT_BYTES = 1 << 16
 
@@ -62,6 +67,11 @@ class _Adopted(NamedTuple):
 
     storage: Any
     segment: Segment
+
+
+# untyped in torch
+_strategy: Callable[[], str] = torch.multiprocessing.get_sharing_strategy
+_weak: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 
 
 class _Lease(weakref.ref[memoryview]):
@@ -172,7 +182,7 @@ class Arena:
             return None
         storage = tensor.untyped_storage()
         # by the other strategy there is no descriptor, and asking for one would move the user's storage
-        if not storage.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        if not storage.is_shared() or _strategy() != "file_descriptor":
             return None
         address = storage.data_ptr()
         with self._changed:
@@ -181,13 +191,21 @@ class Arena:
             known = self._adopted.get(address)
             if known is None or known.storage.expired():
                 self._let_go()
-                if len(self._adopted) >= ADOPTED:
+                if len(self._adopted) >= min(ADOPTED, _descriptors() // _SHARE):
                     return None
                 fd, nbytes = storage._share_fd_cpu_()  # its own descriptor, and not a duplicate
-                known = _Adopted(StorageWeakRef(storage), Segment(self._next, nbytes, fd))
+                known = _Adopted(_weak(storage), Segment(self._next, nbytes, fd))
                 self._next += 1
                 self._adopted[address] = known
         return known.segment.number, tensor.data_ptr() - address
+
+    def take_gone(self) -> list[int]:
+        """Adopted segments whose storage has died: the child shall forget them before it hears of more."""
+        if not self._gone:
+            return []
+        with self._changed:
+            gone, self._gone = self._gone, []
+        return gone
 
     def segment(self, number: int) -> Segment:
         """What to tell a child about segment ``number``.
@@ -333,3 +351,9 @@ class Arena:
         return StateError(
             f"{attempted}() after the arena was closed; make a new process group", state="closed", attempted=attempted
         )
+
+
+def _descriptors() -> int:
+    """How many this process may have, and a child that it starts."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft

@@ -4,13 +4,13 @@
 A group has one child at a time, for as long as it keeps its peers. ``configure`` leaves the old one behind, whatever
 state it is in, and has the template fork a new one: milliseconds, where the start of a process costs seconds.
 
-Threads: ops, ``abort``, ``errored`` and waits from any; ``configure`` and ``shutdown`` take turns. A fork of the
-trainer cannot use its groups, and leaves them alone when it ends.
+Threads: everything from any; two of ``configure`` take turns, and ``shutdown`` ends the one that is under way. A fork
+of the trainer cannot use its groups, and leaves them alone when it ends.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,35 +23,41 @@ from torch.distributed import Work
 from .._deadline import Deadline, Timeout
 from .._errors import StateError
 from . import _messages as says
+from ._accelerator import current_device
 from ._arena import Arena
-from ._backends import BACKENDS
+from ._backends import BABY, BACKENDS
+from ._exports import AllExports
 from ._interface import ProcessGroup
 from ._ops import Op
+from ._owner import Owner
 from ._session import Session
 from ._template import Template, acquire
 
-__all__ = ["ProcessGroupBaby", "ProcessGroupBabyGloo", "ProcessGroupBabyXCCL"]
+__all__ = ["ProcessGroupBaby", "ProcessGroupBabyGloo", "ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"]
 
 
 class _Holdings:
     """What a group has to give back, apart from it, so that its destructor can."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.owner = Owner()
         self.template: Template | None = None
         self.session: Session | None = None
         self.arena = Arena()
+        self.exports = AllExports()
 
     def drop(self) -> None:
         """The group was collected: in any thread, in the middle of anything, so nothing may wait here."""
-        if os.getpid() != self.owner:
+        if not self.owner.is_here():
             return
         session, template = self.session, self.template
         if session is not None:
             session.cut()
         if template is not None:
             # the release waits for the end of the template process
-            threading.Thread(target=template.release, name="release the template", daemon=True).start()
+            thread = threading.Thread(target=template.release, name="release the template", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the template by its own exit hook
+                thread.start()
 
 
 class ProcessGroupBaby(ProcessGroup):
@@ -65,7 +71,8 @@ class ProcessGroupBaby(ProcessGroup):
 
     def __init__(self, timeout: Timeout = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # one configure at a time; a callback of what one ends may call it again
+        self._holding = threading.Lock()  # guards what is held; nothing waits under it
         self._epoch = 0
         self._rank = 0
         self._size = 1
@@ -92,45 +99,60 @@ class ProcessGroupBaby(ProcessGroup):
             ChildStartFailed: no child could be started; its exit code and the end of its stderr are told.
             RemoteFailure: the backend did not come up.
         """
-        self._require_owner("configure")
+        self._held.owner.require("configure")
         deadline = Deadline(self._timeout_s)
         if not self._turn.acquire(timeout=deadline.limit_s):
-            raise deadline.exceeded("configure: waiting for another call of configure or shutdown")
+            raise deadline.exceeded("configure: waiting for another call of configure")
         try:
+            session, template, old = self._begin(store_addr, rank, world_size, tuple(global_ranks or ()), deadline)
+            if old is not None:
+                old.supersede()
+            session.start(template, current_device(BACKENDS[self.backend].devices[0]), deadline)
+            if old is not None:
+                old.until_dead()
+        finally:
+            self._turn.release()
+
+    def _begin(
+        self, store_addr: str, rank: int, world_size: int, global_ranks: tuple[int, ...], deadline: Deadline
+    ) -> tuple[Session, Template, Session | None]:
+        with self._holding:
             held = self._held
             if held.template is None:  # after a shutdown
                 held.template = acquire()
             self._epoch += 1
-            ranks = tuple(global_ranks or ())
             message = says.Configure(
-                self._epoch, self.backend, store_addr, rank, world_size, deadline.remaining_s(), ranks
+                self._epoch, self.backend, store_addr, rank, world_size, deadline.remaining_s(), global_ranks
             )
-            old, held.session = held.session, Session(held.arena, message)
-            if old is not None:
-                old.supersede()
+            session = Session(held.arena, held.exports, message)
+            old, held.session = held.session, session
             self._rank, self._size = rank, world_size
-            held.session.start(held.template, None, deadline)
-        finally:
-            self._turn.release()
+            return session, held.template, old
 
     def abort(self, reason: Any = None) -> None:
         """Kill the child and fail everything pending with ``reason`` (an exception or a text), at once.
 
         During ``configure``, that raises. Before it and when called again, nothing happens.
         """
-        self._require_owner("abort")
+        self._held.owner.require("abort")
         session = self._held.session
         if session is not None:
             session.abort(reason)
 
     def shutdown(self) -> None:
-        """End the child and give everything back, within half a second."""
-        if self._is_unregistering() or os.getpid() != self._held.owner:
+        """End the child and give everything back, within half a second; a ``configure`` under way raises.
+
+        A tensor from :meth:`empty` stays what it is, and an op of a later configure copies it as any other.
+        """
+        held = self._held
+        if self._is_unregistering() or not held.owner.is_here():
             return
-        with self._turn:
-            held = self._held
+        with self._holding:
             session, held.session = held.session, None
             template, held.template = held.template, None
+            # The memory of the old one goes with the last who uses it: to unmap it here would be a segmentation
+            # fault for a thread in the middle of an op.
+            held.arena = Arena()
         if session is not None:
             session.close()
         if template is not None:
@@ -145,8 +167,8 @@ class ProcessGroupBaby(ProcessGroup):
 
     def _issue(self, op: Op, values: list[Any], options: Any) -> Work:
         session = self._held.session
-        if session is None or os.getpid() != self._held.owner:
-            self._require_owner(op.name)
+        self._held.owner.require(op.name)
+        if session is None:
             raise StateError(
                 f"{op.name} on {self!r}, which has no peers: call configure() first",
                 state="unconfigured",
@@ -165,16 +187,8 @@ class ProcessGroupBaby(ProcessGroup):
 
         Its storage cannot be resized; it may outlive the group.
         """
+        self._held.owner.require("empty")
         return self._held.arena.empty(tuple(size), dtype)
-
-    def _require_owner(self, attempted: str) -> None:
-        if os.getpid() != self._held.owner:
-            raise StateError(
-                f"{attempted}: process {os.getpid()} is a fork of {self._held.owner}, whose {self!r} it cannot use: "
-                "make a group of its own",
-                state="forked",
-                attempted=attempted,
-            )
 
     # --- what it is -------------------------------------------------------------------------------------
 
@@ -198,7 +212,7 @@ class ProcessGroupBaby(ProcessGroup):
 
     def getBackendName(self) -> str:
         """Under which name ``register_backend`` makes it known."""
-        return f"ftlite-baby-{self.backend}"
+        return f"{BABY}{self.backend}"
 
     def _devices(self) -> list[str]:
         return list(BACKENDS[self.backend].devices)
@@ -211,9 +225,15 @@ _NONE = timedelta(0)  # torch's options hold less for "the group's timeout"
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
-    """Gloo in a child process, for CPU tensors of any strides."""
+    """Gloo in a child process, for CPU tensors of any strides, and CUDA tensors where this torch's Gloo takes them."""
 
     backend = "gloo"
+
+
+class ProcessGroupBabyNCCL(ProcessGroupBaby):
+    """NCCL in a child process, for CUDA tensors; ``wait()`` makes the current stream wait, not the host."""
+
+    backend = "nccl"
 
 
 class ProcessGroupBabyXCCL(ProcessGroupBaby):

@@ -17,6 +17,7 @@ from torch.distributed import Work
 
 from .._deadline import Deadline, Timeout, seconds
 from .._errors import DeadlineExceeded
+from ._frames import fresh
 
 __all__ = ["OpWork", "fail", "finished"]
 
@@ -36,21 +37,28 @@ class _Failure:
     (torch 2.6 to 2.13 at least). torch pickles the value to find its tensors, so that is where to raise.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, looks: int) -> None:
         self.error = error
+        self.looks = looks
 
-    def __reduce__(self) -> NoReturn:
-        raise self.error
+    def __reduce__(self) -> Any:
+        if self.looks:
+            self.looks -= 1
+            return int, ()
+        raise fresh(self.error)
 
 
 def _raise(failure: _Failure) -> NoReturn:
-    raise failure.error
+    raise fresh(failure.error)
 
 
-def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """End ``future`` with ``error``: raised as it is in Python, as a RuntimeError with its text in C++."""
+def fail(future: torch.futures.Future[Any], error: BaseException, looks: int = 0) -> None:
+    """End ``future`` with ``error``: raised as it is in Python, as a RuntimeError with its text in C++.
+
+    So often is it free to look for tensors: a future that knows devices does so itself, once, when it ends.
+    """
     future._set_unwrap_func(_raise)
-    future.set_result(_Failure(error))
+    future.set_result(_Failure(fresh(error), looks))
 
 
 class OpWork(Work):
@@ -140,7 +148,7 @@ class OpWork(Work):
             self._await(limit_s, slack_s)
         self._look()
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -148,7 +156,7 @@ class OpWork(Work):
         with self._lock:
             future = self._future
             if future is None:
-                future = self._future = torch.futures.Future()
+                future = self._future = self._new_future()
                 if self._settler is not None:
                     self._complete(future)
         self._start()
@@ -183,6 +191,9 @@ class OpWork(Work):
         return f"<{type(self).__name__} {self._what}: {state}>"
 
     # --- for subclasses ---------------------------------------------------------------------------------
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
 
     def _start(self) -> None:
         """Somebody wants to be told of the end without waiting: an op that ends only when waited for starts here."""

@@ -12,29 +12,30 @@ Threads: ops may be issued from any thread. ``configure``, ``abort`` and ``shutd
 
 from __future__ import annotations
 
-import collections
+import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import Work
 
 from .._deadline import Deadline, Timeout
-from .._errors import StateError, UnsupportedOp
-from ._handle import OpWork
+from .._errors import StateError
+from ._backends import new_gloo
+from ._epoch import Epoch
 from ._interface import ProcessGroup
-from ._native import NativeWork, Pairs, explained, has_future, stage, until_ended
-from ._ops import FIELDS, Op, c10d, call, options_from_fields, options_to_fields, results, walk
-from ._staging import plain
+from ._native import NativeWork, Pairs, explained, has_future, stage
+from ._ops import FIELDS, Op, c10d, call, options_from_fields, options_to_fields, replace, results, walk
+from ._probe import Probe
+from ._staging import alias, plain
 from ._store import create_store_client
 
-__all__ = ["Epoch", "InProcessGroup", "ProcessGroupGloo"]
+__all__ = ["InProcessGroup", "ProcessGroupGloo"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,102 +45,15 @@ _SURE_DTYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 _SURE_REDUCTIONS = frozenset({c10d.ReduceOp.SUM, c10d.ReduceOp.PRODUCT, c10d.ReduceOp.MIN, c10d.ReduceOp.MAX})
-# Nobody sends on this tag: the receive that is to time out (see ProcessGroupGloo._break).
+# Nobody sends on this tag: the receive that is to time out (see _close_connections).
 _BREAKING_TAG = 0x7F0B_0057
 _AT_ONCE = timedelta(milliseconds=1)
-
-
-class Epoch:
-    """What one ``configure()`` made: the native group, and what is going on in it."""
-
-    def __init__(self, native: Any, backend: Any, rank: int, size: int, timeout_s: float) -> None:
-        self.native = native
-        self.backend = backend
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s  # as the native group knows it
-        self.overseer: Any = None  # who watches over the ops, where the backend lets nobody wait for them
-        self.error: Exception | None = None
-        self._lock = threading.Lock()
-        self._works: set[OpWork] = set()
-        # native Works: by weak reference, so that no result lives longer than its user wants
-        self._natives: collections.deque[weakref.ref[Work]] = collections.deque()
-
-    def note(self, work: Work) -> None:
-        """Take note of a native Work that was handed out."""
-        self._natives.append(weakref.ref(work))
-        while self._natives and self._is_done(self._natives[0]):
-            self._natives.popleft()
-
-    def track(self, work: OpWork) -> OpWork:
-        """Take note of one of ours; it fails when the epoch ends."""
-        with self._lock:
-            error = self.error
-            if error is None:
-                self._works.add(work)
-        if error is not None:
-            work.settle(error)
-        work.on_settled(self._settled)
-        return work
-
-    def fail(self, error: Exception) -> list[OpWork]:
-        """Note the first failure, and return what was pending then, for the caller to settle."""
-        with self._lock:
-            self.error = self.error or error
-            pending = list(self._works)
-            self._works.clear()
-        return pending
-
-    def active(self) -> int:
-        """How many ops are not finished."""
-        with self._lock:
-            ours = len(self._works)
-        return ours + sum(not self._is_done(each) for each in list(self._natives))
-
-    def look(self) -> Exception | None:
-        """The first failure, native Works that were not looked at yet included."""
-        for each in list(self._natives):
-            self._is_done(each)
-        return self.error
-
-    def close(self, pending: Sequence[OpWork]) -> None:
-        """Destroy the native group, once what was ``pending`` has ended: it needs the GIL for that.
-
-        The backend last: the destructor of the ProcessGroup around it waits holding the GIL on torch 2.6, and that
-        of a backend does not.
-        """
-        for work in pending:
-            if isinstance(work, NativeWork):
-                work.until_ended()
-        for each in list(self._natives):
-            until_ended(each())
-        self._natives.clear()
-        self.native = None
-        self.backend = None
-
-    def _is_done(self, reference: weakref.ref[Work]) -> bool:
-        work = reference()
-        if work is None:
-            return True
-        if not work.is_completed():
-            return False
-        try:
-            work.wait()  # it has ended: this says how, and unlike exception() prints no warning
-        except RuntimeError as error:
-            self.error = self.error or error
-        return True
-
-    def _settled(self, work: OpWork) -> None:
-        error = work._error
-        with self._lock:
-            self._works.discard(work)
-            # a refusal harms nobody else, whatever else fails has left the ranks apart
-            if isinstance(error, Exception) and not isinstance(error, UnsupportedOp):
-                self.error = self.error or error
+# One element and one rank: there is nobody to wait for.
+_PROBE_S = 10.0
 
 
 class InProcessGroup(ProcessGroup):
-    """The base of the groups in this process. A subclass makes the native group (``_create``) and breaks it."""
+    """The base of the groups in this process. A subclass makes the native group (``_create``)."""
 
     backend_name = ""
 
@@ -148,18 +62,13 @@ class InProcessGroup(ProcessGroup):
         self._turn = threading.RLock()  # for whoever changes the epoch
         self._epoch: Epoch | None = None
         self._aborts = 0
+        self._leaves_at_exit = False
+        self._probe: Probe | None = None  # for a backend that says what it takes only once it has been tried
 
     # --- for a subclass ---------------------------------------------------------------------------------
 
     def _create(self, store: Store, rank: int, size: int, global_ranks: list[int]) -> Epoch:
         raise NotImplementedError
-
-    def _break(self, epoch: Epoch) -> None:
-        """Make everything pending in the native group fail, within milliseconds."""
-
-    def _is_busy(self, epoch: Epoch) -> bool:
-        """Whether the native group has to be broken before it is destroyed."""
-        return epoch.active() > 0
 
     # --- the life of a group ----------------------------------------------------------------------------
 
@@ -188,6 +97,9 @@ class InProcessGroup(ProcessGroup):
                     raise deadline.exceeded(what, "check that every rank got the same address and size") from error
                 raise
             self._epoch = epoch
+            if not self._leaves_at_exit:
+                self._leaves_at_exit = True
+                atexit.register(_leave, weakref.ref(self))
             if self._aborts != aborts:
                 reason = StateError("abort() was called meanwhile", state="aborted", attempted="configure")
                 self._end(reason)
@@ -209,8 +121,7 @@ class InProcessGroup(ProcessGroup):
             reason = StateError(f"{self.backend_name} was aborted: {text}", state="aborted", attempted="wait")
         for work in epoch.fail(reason):
             work.settle(reason)
-        if epoch.native is not None:
-            self._break(epoch)
+        epoch.break_off()
 
     def shutdown(self) -> None:
         """Leave the peers; what is pending fails."""
@@ -221,15 +132,13 @@ class InProcessGroup(ProcessGroup):
 
     def _end(self, reason: StateError) -> None:
         epoch, self._epoch = self._epoch, None
-        if epoch is None:
-            return
-        busy = self._is_busy(epoch)
-        pending = epoch.fail(reason)
-        for work in pending:
-            work.settle(reason)
-        if busy:
-            self._break(epoch)
-        epoch.close(pending)
+        if epoch is not None:
+            epoch.end(reason)
+
+    def __del__(self) -> None:
+        epoch = getattr(self, "_epoch", None)
+        if epoch is not None:
+            epoch.end(StateError("its group is gone", state="gone", attempted="wait"))
 
     # --- ops --------------------------------------------------------------------------------------------
 
@@ -239,20 +148,42 @@ class InProcessGroup(ProcessGroup):
             options = self._with_timeout(options)
         tensors = [tensor for _, tensor in walk(op, values)]
         sure = self._is_sure(tensors, options)
+        limit_s = self._limit_s(options)
         pairs: Pairs = []
-        staged = values
         try:
-            if not sure:
+            if sure:  # an alias: the user may resize the tensor while the op runs
+                staged = replace(op, values, lambda _, tensor: alias(tensor))
+            else:
+                self._require_taken(op, tensors, options)
                 staged, pairs = stage(op, values, self.backend_name)
             native: Work = call(op, epoch.native, staged, options)
         except RuntimeError as error:
             raise explained(error, op, tensors, options, self.backend_name) from error
-        if sure and has_future(native):
+        if sure and limit_s == epoch.timeout_s and has_future(native):
             epoch.note(native)
             return native
-        limit_s = self._limit_s(options)
-        made = results(op, values)
-        return epoch.track(NativeWork(native, op, staged, options, pairs, made, self.backend_name, limit_s))
+        return epoch.track(
+            NativeWork(
+                native,
+                op,
+                staged,
+                options,
+                pairs,
+                results(op, values),
+                self.backend_name,
+                limit_s,
+                self._give_up(epoch),
+            )
+        )
+
+    def _give_up(self, epoch: Epoch) -> Callable[[Exception], None]:
+        """What a Work of ``epoch`` calls when the backend lets it wait beyond its time."""
+
+        def give_up(error: Exception) -> None:
+            if self._epoch is epoch:
+                self.abort(error)
+
+        return give_up
 
     def _ready(self, attempted: str) -> Epoch:
         epoch = self._epoch
@@ -272,10 +203,17 @@ class InProcessGroup(ProcessGroup):
 
     def _is_sure(self, tensors: list[torch.Tensor], options: Any) -> bool:
         """Whether the backend takes the tensors as they are, and reduces them: torch's own Work will do."""
-        if not all(tensor.dtype in _SURE_DTYPES and plain(tensor) for tensor in tensors):
-            return False
-        reduction = getattr(options, "reduceOp", None)
-        return reduction is None or reduction.op in _SURE_REDUCTIONS
+        return all(tensor.dtype in _SURE_DTYPES and plain(tensor) for tensor in tensors) and _reduces(options)
+
+    def _require_taken(self, op: Op, tensors: list[torch.Tensor], options: Any) -> None:
+        """Raise what the backend says to a dtype or a reduction that not every backend takes."""
+        probe = self._probe
+        if probe is None or (_reduces(options) and all(tensor.dtype in _SURE_DTYPES for tensor in tensors)):
+            return
+        for dtype in {tensor.dtype for tensor in tensors}:
+            refusal = probe.refusal(op, dtype, options)
+            if refusal is not None:
+                raise explained(refusal, op, tensors, options, self.backend_name)
 
     def _limit_s(self, options: Any) -> float:
         own: timedelta | None = getattr(options, "timeout", None)
@@ -325,6 +263,19 @@ class InProcessGroup(ProcessGroup):
         return f"{type(self).__name__}(rank {self.rank()} of {self.size()})"
 
 
+def _leave(reference: weakref.ref[InProcessGroup]) -> None:
+    """At exit: a thread that comes back from C++ when the interpreter is gone would end the process by an abort."""
+    group = reference()
+    if group is not None:
+        group.shutdown()
+
+
+def _reduces(options: Any) -> bool:
+    """Whether ``options`` ask for no reduction, or for one that every backend has."""
+    reduction = getattr(options, "reduceOp", None)
+    return reduction is None or reduction.op in _SURE_REDUCTIONS
+
+
 class ProcessGroupGloo(InProcessGroup):
     """Gloo in this process, over and over with new peers.
 
@@ -337,25 +288,23 @@ class ProcessGroupGloo(InProcessGroup):
 
     backend_name = "gloo"
 
-    def _create(self, store: Store, rank: int, size: int, global_ranks: list[int]) -> Epoch:
-        native: Any = dist.ProcessGroup(store, rank, size)
-        native._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        limit = timedelta(seconds=max(self._timeout_s, 0.001))  # Gloo takes whole milliseconds
-        backend = c10d.ProcessGroupGloo(store, rank, size, limit)
-        backend._set_sequence_number_for_group()
-        if global_ranks and hasattr(backend, "options"):
-            backend.options.global_ranks_in_group = global_ranks
-        for device in self._devices():
-            native._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-        return Epoch(native, backend, rank, size, self._timeout_s)
+    def __init__(self, timeout: Timeout = 60.0) -> None:
+        super().__init__(timeout)
+        devices = self._devices()
+        self._probe = Probe(lambda: new_gloo(c10d.HashStore(), 0, 1, _PROBE_S, (), devices))
 
-    def _break(self, epoch: Epoch) -> None:
-        # Gloo has no abort. A receive that times out closes the connection to its peer, though, and with it ends
-        # whatever waits there, here and at the peer. 1 ms each, so for many peers at the same time.
-        for peer in range(epoch.size):
-            if peer == epoch.rank:
-                continue
-            try:
-                epoch.native.recv([torch.empty(1)], peer, _BREAKING_TAG).wait(_AT_ONCE)
-            except RuntimeError as error:
-                _logger.debug("the connection to rank %d is closed: %s", peer, error)
+    def _create(self, store: Store, rank: int, size: int, global_ranks: list[int]) -> Epoch:
+        native, backend = new_gloo(store, rank, size, self._timeout_s, global_ranks, self._devices())
+        return Epoch(native, backend, rank, size, self._timeout_s, _close_connections)
+
+
+def _close_connections(epoch: Epoch) -> None:
+    # Gloo has no abort. A receive that times out closes the connection to its peer, though, and with it ends
+    # whatever waits there, here and at the peer. 1 ms each, so one after the other.
+    for peer in range(epoch.size):
+        if peer == epoch.rank:
+            continue
+        try:
+            epoch.native.recv([torch.empty(1)], peer, _BREAKING_TAG).wait(_AT_ONCE)
+        except RuntimeError as error:
+            _logger.debug("the connection to rank %d is closed: %s", peer, error)

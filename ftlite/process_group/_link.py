@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .._errors import (
@@ -37,8 +36,9 @@ from .._errors import (
     UnsupportedOp,
 )
 from . import _messages as says
+from ._effects import Configured, Effect, Kill, Released, Send, Settle
 
-__all__ = ["TRANSITIONS", "Configured", "Effect", "Event", "Kill", "Link", "Send", "Settle", "State"]
+__all__ = ["TRANSITIONS", "Configured", "Effect", "Event", "Kill", "Link", "Released", "Send", "Settle", "State"]
 
 # How much of the child's stderr or traceback an op's own error repeats: the last words. All of it is in the
 # cause, once, since there may be thousands of ops pending.
@@ -93,37 +93,6 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Write ``message`` to the child."""
-
-    message: says.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """The one answer to ``configure``: None, the group is up; or why it never will be."""
-
-    outcome: Exception | None
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """The one answer to the op ``op_id``: None, it is done; or why not."""
-
-    op_id: int
-    outcome: Exception | None
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill the child at once; ``reason`` is for the log."""
-
-    reason: str
-
-
-Effect: TypeAlias = Send | Configured | Settle | Kill
-
 _Raised: TypeAlias = says.ConfigureFailed | says.OpFailed | says.Broken
 
 
@@ -160,12 +129,19 @@ class Link:
     # --- the group's user ------------------------------------------------------------------------------
 
     def submit(
-        self, name: str, op: int, args: tuple[Any, ...], options: tuple[Any, ...], timeout_s: float, after: int = -1
+        self,
+        name: str,
+        op: int,
+        args: tuple[Any, ...],
+        options: tuple[Any, ...],
+        timeout_s: float,
+        after: int = -1,
+        pair: int = -1,
     ) -> tuple[int, list[Effect]]:
         """Give the op an id. ``name`` is for people, ``op`` its number in the table.
 
         ``after`` is the id of an op that has to be done before this one starts; it is left out where that has
-        settled by now.
+        settled by now. ``pair`` are the events of an op on a device, which needs no ``after``.
 
         Raises:
             StateError: the group is not up yet, was shut down, or is of an earlier configure.
@@ -180,7 +156,11 @@ class Link:
                 attempted=name,
             )
         op_id = self._next_id
-        run = says.Run(op_id, op, args, options, timeout_s, after if after in self._pending else -1)
+        run: says.Message = (
+            says.Run(op_id, op, args, options, timeout_s, after if after in self._pending else -1)
+            if pair < 0
+            else says.RunOnDevice(op_id, op, args, options, timeout_s, pair)
+        )
         self._next_id += 1
         self._pending[op_id] = name
         self.last_op = f"{name} (op {op_id})"
@@ -289,6 +269,9 @@ class Link:
             return [Settle(op_id, UnsupportedOp(f"{where}: {message.text}", backend=backend, op=name))]
         return [Settle(op_id, RemoteFailure(_joined(f"{where}: {_raised(message)}", _traceback(message))))]
 
+    def _dropped(self, message: says.Dropped) -> list[Effect]:
+        return [Released(message.number)]
+
     def _configure_failed(self, message: says.ConfigureFailed) -> list[Effect]:
         return self._failed(Event.CONFIGURE_FAILED, "configure", message)
 
@@ -359,6 +342,7 @@ _CHILD: dict[type[Any], tuple[Event, Callable[[Link, Any], list[Effect]]]] = {
     says.OpFailed: (Event.REPLY, Link._reply),
     says.Unsupported: (Event.REPLY, Link._reply),
     says.Broken: (Event.BREAK, Link._child_failed),
+    says.Dropped: (Event.REPLY, Link._dropped),
 }
 
 

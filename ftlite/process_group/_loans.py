@@ -12,33 +12,53 @@ at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .._deadline import Deadline
-from .._errors import DeadlineExceeded
+from .._errors import DeadlineExceeded, UnsupportedOp
+from . import _messages as says
 from ._arena import Arena, Slot
 from ._inflight import NOTHING, InFlight, Relation
 from ._mapping import dtype_code
-from ._ops import Direction
-from ._staging import copy_bytes, pack, plain, require_memory, unpack
+from ._ops import Direction, Op, walk
+from ._staging import alias, copy_bytes, pack, plain, require_memory, stageable, unpack
 
-__all__ = ["Borrower", "Ledger", "Lent"]
+__all__ = ["Borrower", "Ledger", "Lent", "lendable"]
 
 
 class Loan:
-    """A slot, and how many ops in flight use it. ``writer`` is the newest that writes; it brings the result back."""
+    """A slot, and how many ops in flight use it. ``writers`` are those that write, by ticket.
 
-    __slots__ = ("key", "kind", "slot", "users", "writer")
+    The newest of them that ends well brings the result back.
+    """
+
+    __slots__ = ("holds_result", "key", "kind", "slot", "users", "writers")
 
     def __init__(self, slot: Slot, key: tuple[int, int], kind: tuple[Any, ...]) -> None:
         self.slot = slot
         self.key = key  # the addresses of the user's memory
         self.kind = kind
         self.users = 1
-        self.writer = -1
+        self.writers: list[int] = []
+        self.holds_result = False  # which was left there because a newer op was to bring its own
+
+    def is_due(self, ticket: int, is_well: bool) -> bool:
+        """Note that the op has ended; whether its memory has to be brought back now."""
+        if ticket not in self.writers:
+            return False  # a newer one has ended already: a reply was overtaken
+        newer = [each for each in self.writers if each > ticket]
+        if is_well:
+            self.writers = newer
+            self.holds_result = True
+        else:
+            self.writers.remove(ticket)
+        is_due = self.holds_result and not newer
+        if is_due:
+            self.holds_result = False
+        return is_due
 
 
 class Lent(NamedTuple):
@@ -88,6 +108,8 @@ class Ledger:
         self._memory = InFlight()
         self._loans: dict[tuple[int, int], Loan] = {}  # the newest for each range
         self._hostages: list[Loan] = []
+        self._told: set[int] = set()  # segments that the child has mapped
+        self._idle: list[int] = []  # and of these, those that the arena has given up
 
     def lend(self, op: Borrower, views: list[tuple[Direction, torch.Tensor]], deadline: Deadline) -> int:
         """Lend ``views`` to ``op``: fills ``op.lent``. Returns the id of the op that it has to follow, or -1.
@@ -99,27 +121,60 @@ class Ledger:
         """
         flat = [plain(view) for _, view in views]
         spans = [_span(view, is_plain) for (_, view), is_plain in zip(views, flat)]
-        loans, after = self._enter(op, views, spans, deadline)
-        try:
-            for (direction, view), is_plain, key, loan in zip(views, flat, spans, loans):
-                lent = self._one(direction, view, is_plain, key, loan, deadline)
-                op.lent.append(lent)
+        while True:
+            loans, after = self._enter(op, views, spans, deadline)
+            try:
+                for (direction, view), is_plain, key, loan in zip(views, flat, spans, loans):
+                    op.lent.append(self._one(direction, view, is_plain, key, loan))
+            except BaseException as error:
+                shared = [loan for loan in loans[len(op.lent) :] if loan is not None]
+                op.lent += [Lent(views[0][1], False, False, -1, -1, loan) for loan in shared]
+                self.forget(op, True)
+                if not isinstance(error, DeadlineExceeded) or deadline.expired():
+                    raise
+            else:
+                break
+            self._await_room(sum(view.numel() * view.element_size() for _, view in views), deadline)
+        with self._lock:
+            for lent in op.lent:
                 if lent.loan is not None and lent.writes:
-                    lent.loan.writer = op.ticket
-        except BaseException:
-            self.forget(op, True)
-            raise
+                    lent.loan.writers.append(op.ticket)
         return after
 
-    def take_back(self, op: Borrower) -> None:
+    def announce(self, op: Borrower | None) -> Iterator[tuple[says.Message, tuple[int, ...]]]:
+        """What the child has to hear before ``op``, or at any time, and the descriptors; for whoever lends."""
+        self._idle += self._arena.take_gone()
+        while self._idle:
+            number = self._idle.pop()
+            if number in self._told:
+                self._told.remove(number)
+                yield says.DropSegment(number), ()
+        for lent in op.lent if op is not None else ():
+            if lent.segment not in self._told:
+                segment = self._arena.segment(lent.segment)
+                yield says.Segment(segment.number, segment.nbytes), (segment.fd,)
+                self._told.add(lent.segment)
+
+    def tidy(self, now_s: float) -> bool:
+        """Give idle memory back; whether there is something to announce."""
+        self._idle += self._arena.forget_idle(now_s)
+        return bool(self._idle)
+
+    def take_back(self, op: Borrower, is_well: bool) -> None:
         """Copy the results of ``op`` to exactly the elements of the user's views.
+
+        Where a later op in flight works on the same memory, the result is that op's; unless it fails (``is_well`` is
+        false), when it is that of the op before.
 
         Raises:
             StateError: the memory of a view is gone.
         """
         for view, writes, is_plain, _, _, loan in op.lent:
-            # where a later op works on the same memory, the result is that op's
-            if not writes or loan is None or loan.writer != op.ticket or not loan.slot.nbytes:
+            if not writes or loan is None or not loan.slot.nbytes:
+                continue
+            with self._lock:
+                is_due = loan.is_due(op.ticket, is_well)
+            if not is_due:
                 continue
             if is_plain:
                 require_memory(view, "write")
@@ -138,6 +193,8 @@ class Ledger:
                     continue
                 loan.users -= 1
                 if loan.users:
+                    if op.ticket in loan.writers:
+                        loan.writers.remove(op.ticket)
                     continue
                 if self._loans.get(loan.key) is loan:
                     del self._loans[loan.key]
@@ -206,7 +263,6 @@ class Ledger:
         is_plain: bool,
         key: tuple[int, int],
         loan: Loan | None,
-        deadline: Deadline,
     ) -> Lent:
         writes = direction != "in"
         if loan is not None:
@@ -215,7 +271,7 @@ class Ledger:
         place = (self._arena.find(view) or self._arena.adopt(view)) if is_plain and nbytes else None
         if place is not None:
             return Lent(view, writes, is_plain, *place, None)
-        slot = self._take(nbytes, deadline)
+        slot = self._arena.take(nbytes, _NOW)
         try:
             if direction != "out" and nbytes:
                 if is_plain:
@@ -231,21 +287,46 @@ class Ledger:
             self._loans[key] = loan
         return Lent(view, writes, is_plain, slot.segment, slot.offset, loan)
 
-    def _take(self, nbytes: int, deadline: Deadline) -> Slot:
+    def _await_room(self, nbytes: int, deadline: Deadline) -> None:
+        """Wait until ops in flight have left room for all of an op's tensors.
+
+        Nothing is lent to that op meanwhile: in this thread a callback may issue another on the same memory.
+        """
         keep_reading = self._keep_reading()
-        if keep_reading is None:
-            return self._arena.take(nbytes, deadline)
-        while True:  # the room will come from the replies that only this thread can read
+        while True:
             try:
-                return self._arena.take(nbytes, Deadline(0.0))
+                self._arena.give(self._arena.take(nbytes, deadline if keep_reading is None else _NOW))
+                return
             except DeadlineExceeded:
-                if deadline.expired():
+                if keep_reading is None or deadline.expired():
                     raise
-            keep_reading(deadline.remaining_s())
+            keep_reading(deadline.remaining_s())  # the room will come from the replies that only this thread can read
 
 
 def _no_replies() -> None:
     """What there is to do instead of waiting when all is over."""
+
+
+_NOW = Deadline(0.0)  # to try once
+
+
+def lendable(op: Op, values: list[Any], backend: str) -> list[tuple[Direction, torch.Tensor]]:
+    """The tensors of ``op`` as they are lent, in order.
+
+    Raises:
+        UnsupportedOp: one of them cannot be handed over.
+    """
+    views = []
+    for direction, tensor in walk(op, values):
+        if not stageable(tensor):
+            raise UnsupportedOp(
+                f"{op.name}: the {backend} child takes strided CPU tensors, and this one is {tensor.layout} on "
+                f"{tensor.device}{' and quantized' if tensor.is_quantized else ''}: convert it first",
+                backend=backend,
+                op=op.name,
+            )
+        views.append((direction, alias(tensor)))
+    return views
 
 
 def _span(view: torch.Tensor, is_plain: bool) -> tuple[int, int]:

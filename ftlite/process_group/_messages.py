@@ -10,13 +10,13 @@
 - Pure: no I/O, no state; any thread may call ``encode`` and ``decode``.
 
 What a tensor looks like in ``Run.args``: ``("t", segment, offset, dtype code, shape)``, where it lies in the
-arena. Other values there are integers, and tuples of both.
+arena; on a device ``("d", memory, offset, dtype code, shape)``, with memory 0 for an empty one and the device's index
+in the place of the offset. Other values there are integers, and tuples of both.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -24,6 +24,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from .._errors import ProtocolError
+from ._fields import CHECKS, INT_LIMIT
 
 __all__ = [
     "MESSAGES",
@@ -31,24 +32,25 @@ __all__ = [
     "Bye",
     "Configure",
     "ConfigureFailed",
+    "DeviceEvents",
+    "DeviceMemory",
     "Done",
+    "DropMemory",
     "DropSegment",
+    "Dropped",
     "Hello",
     "Message",
     "OpFailed",
     "Phase",
     "Ready",
     "Run",
+    "RunOnDevice",
     "Segment",
     "Unsupported",
+    "as_tuples",
     "decode",
     "encode",
 ]
-
-# The deepest there is: args > a list of lists of tensors > a list > a tensor > its shape. Two to spare.
-MAX_DEPTH = 6
-# What C++ on the other side takes as an int64_t; larger numbers would only fail there, less clearly.
-INT_LIMIT = 1 << 63
 
 # --- trainer to child ----------------------------------------------------------------------------------
 
@@ -91,6 +93,48 @@ class DropSegment:
     """The memory ``number`` is not used any more."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of ``nbytes`` on a device that later messages call ``number``; what torch opens it by."""
+
+    number: int
+    kind: str
+    index: int
+    handle: bytes
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropMemory:
+    """The device memory ``number`` is not used any more; answered by Dropped."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEvents:
+    """Two events on a device that later messages call ``number``; what torch opens them by."""
+
+    number: int
+    kind: str
+    index: int
+    ready: bytes
+    done: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnDevice:
+    """As Run, once the first of the events ``pair`` has fired; answered when it is queued, the second one behind it."""
+
+    op_id: int
+    op: int
+    args: tuple[Any, ...]
+    options: tuple[Any, ...]
+    timeout_s: float
+    pair: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +204,13 @@ class Unsupported:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """The device memory ``number`` is not open here any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """What the child is at now, for the text of an error."""
 
@@ -180,91 +231,12 @@ Message: TypeAlias = (
     | Broken
     | Unsupported
     | Phase
+    | DeviceMemory
+    | DropMemory
+    | DeviceEvents
+    | RunOnDevice
+    | Dropped
 )
-
-# --- what a field may be -------------------------------------------------------------------------------
-# By type() and not isinstance(): a bool is no number here.
-
-
-def _is_text(value: object) -> bool:
-    return type(value) is str
-
-
-def _is_bool(value: object) -> bool:
-    return type(value) is bool
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int and -INT_LIMIT <= value < INT_LIMIT
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < INT_LIMIT
-
-
-def _is_after(value: object) -> bool:
-    return type(value) is int and -1 <= value < INT_LIMIT
-
-
-def _is_duration(value: object) -> bool:
-    # an int as well: 30 and 30.0 are the same time to whoever configures
-    return (type(value) is float and math.isfinite(value) and value >= 0) or _is_count(value)
-
-
-def _is_setting(value: object) -> bool:
-    return type(value) in (str, bool, float) or _is_int(value)
-
-
-def _is_ranks(value: object) -> bool:
-    return type(value) is tuple and all(map(_is_count, value))
-
-
-def _is_tensor(value: tuple[object, ...]) -> bool:
-    if len(value) != 5 or value[0] != "t" or type(value[4]) is not tuple:
-        return False
-    return all(map(_is_count, value[1:4])) and all(map(_is_count, value[4]))
-
-
-def _is_args(value: object, depth: int = MAX_DEPTH) -> bool:
-    if type(value) is not tuple or depth == 0:
-        return False
-    for one in value:
-        if type(one) is tuple:
-            fits = _is_tensor(one) if one and type(one[0]) is str else _is_args(one, depth - 1)
-        else:
-            fits = _is_int(one)
-        if not fits:
-            return False
-    return True
-
-
-def _is_options(value: object, depth: int = MAX_DEPTH) -> bool:
-    if type(value) is not tuple or depth == 0:
-        return False
-    return all(one is None or _is_setting(one) or _is_options(one, depth - 1) for one in value)
-
-
-_CHECKS: dict[str, Callable[[object], bool]] = {
-    "after": _is_after,
-    "args": _is_args,
-    "backend": _is_text,
-    "broken": _is_bool,
-    "epoch": _is_count,
-    "global_ranks": _is_ranks,
-    "nbytes": _is_count,
-    "number": _is_count,
-    "op": _is_count,
-    "op_id": _is_count,
-    "options": _is_options,
-    "pid": _is_count,
-    "rank": _is_count,
-    "store_addr": _is_text,
-    "text": _is_text,
-    "timeout_s": _is_duration,
-    "traceback": _is_text,
-    "type": _is_text,
-    "world_size": _is_count,
-}
 
 # --- the table -----------------------------------------------------------------------------------------
 
@@ -282,6 +254,11 @@ MESSAGES: tuple[type[Message], ...] = (
     Broken,
     Unsupported,
     Phase,
+    DeviceMemory,
+    DropMemory,
+    DeviceEvents,
+    RunOnDevice,
+    Dropped,
 )
 
 
@@ -299,7 +276,12 @@ _NAMES = tuple(tuple(field.name for field in fields(message)) for message in MES
 _FIELDS = {
     message: (number, _getter(names)) for number, (message, names) in enumerate(zip(MESSAGES, _NAMES, strict=True))
 }
-_RULES = tuple(tuple(_CHECKS[name] for name in names) for names in _NAMES)
+_RULES = tuple(tuple(CHECKS[name] for name in names) for names in _NAMES)
+
+
+def as_tuples(value: Any) -> Any:
+    """Lists as tuples, all the way down: what a message holds."""
+    return tuple(as_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 class _Builtins(pickle.Unpickler):

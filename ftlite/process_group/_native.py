@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,9 @@ _REFUSALS = re.compile(
     r"invalid scalar type|cannot use reduceop|not support|not implemented|can't be cast|unconvertible|no backend type",
     re.IGNORECASE,
 )
+
+# What a thread takes to come back from a wait whose connection is closed: milliseconds, if the machine is not busy.
+_DRIVER_S = 2.0
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (packed, view to write back to)
 
@@ -75,10 +78,10 @@ def stage(op: Op, values: Sequence[Any], backend: str) -> tuple[list[Any], Pairs
 
     def one(direction: str, tensor: torch.Tensor) -> torch.Tensor:
         if plain(tensor) or tensor.layout is not torch.strided:
-            return tensor
+            return alias(tensor)
         if not stageable(tensor):
             if tensor.is_contiguous():
-                return tensor
+                return alias(tensor)
             raise UnsupportedOp(
                 f"{backend} cannot {op.name} a {tensor.device} tensor with gaps (strides {tensor.stride()}): "
                 "give it .contiguous() and copy the result back",
@@ -112,7 +115,9 @@ class NativeWork(OpWork):
         pairs: what is to be written back before it ends.
         tensors: the value of the future.
         where: the backend's name and the rank, for messages.
-        limit_s: the op's own timeout in seconds, which the backend keeps as well.
+        limit_s: the op's own timeout in seconds.
+        give_up: called with the error when the op is late by that, though the backend has not noticed: Gloo
+            before torch 2.7 knows the timeout that its group was made with and no other.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class NativeWork(OpWork):
         tensors: list[Any],
         backend: str,
         limit_s: float,
+        give_up: Callable[[Exception], None],
     ) -> None:
         super().__init__(f"{op.name} on {backend}", limit_s, tensors)
         self._native = native
@@ -133,6 +139,8 @@ class NativeWork(OpWork):
         self._options = options
         self._pairs = pairs
         self._backend = backend
+        self._give_up = give_up
+        self._driver: threading.Thread | None = None
         self._claimed = has_future(native)  # whether somebody sees to its end
         if self._claimed:
             native.get_future().add_done_callback(self._future_done)
@@ -159,12 +167,16 @@ class NativeWork(OpWork):
             return
         deadline = Deadline(limit_s)
         self._start()
-        if not self._over.wait(limit_s + slack_s):
+        if self._over.wait(limit_s + slack_s):
+            return
+        if limit_s < self._limit_s:
             raise self._late(deadline)
+        self._give_up(deadline.exceeded(self._what, "the group is broken; configure() it again"))
 
     def _start(self) -> None:
         if self._claim():
-            threading.Thread(target=self._drive, name=f"wait for {self._what}", daemon=True).start()
+            self._driver = threading.Thread(target=self._drive, name=f"wait for {self._what}", daemon=True)
+            self._driver.start()
 
     def _claim(self) -> bool:
         with self._lock:
@@ -211,3 +223,7 @@ class NativeWork(OpWork):
     def until_ended(self) -> None:
         """Wait for the native Work, however it ends; for one whose connections are broken."""
         until_ended(self._native)
+        driver = self._driver
+        # a daemon thread that comes back from C++ when the interpreter is gone ends the process by an abort
+        if driver is not None and driver is not threading.current_thread():
+            driver.join(_DRIVER_S)

@@ -10,6 +10,7 @@
 - Threads: ``send``, ``cut`` and ``close`` from any; ``poll``, ``receive`` and ``receive_fd`` from one at a
   time, whichever that is. ``close`` never takes a descriptor from under a thread that uses it: the number
   would be another file's by the next call. It wakes that thread, which closes on its way out.
+- A fork of this process has a copy of the pipe, and may drop or close it: that ends nothing here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import array
 import contextlib
 import math
+import os
 import select
 import socket
 import struct
@@ -64,6 +66,7 @@ class Pipe:
         self._using = threading.RLock()
         self._users = 0
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def pair(cls, write_limit_s: float) -> tuple[Pipe, socket.socket]:
@@ -121,8 +124,14 @@ class Pipe:
                 while not self._write_some(b"\0", (fd,), flags):
                     self._wait_writable(deadline)
         except OSError as error:
-            ended = isinstance(error, (BrokenPipeError, ConnectionResetError))
-            raise self._give_up(PipeBroken(f"the pipe cannot be written: {error}", ended=ended)) from error
+            broken = PipeBroken(
+                f"the pipe cannot be written: {error}",
+                ended=isinstance(error, (BrokenPipeError, ConnectionResetError)),
+            )
+            # it is kept: without its traceback, which holds this pipe
+            broken.__cause__ = error.with_traceback(None)
+            first = self._give_up(broken)
+            raise first from first.__cause__
         except PipeBroken:
             raise
         except BaseException:  # Ctrl-C between two halves of a frame
@@ -263,6 +272,8 @@ class Pipe:
 
         What has arrived before can still be received. The descriptor stays open until ``close``.
         """
+        if self._in_fork():
+            return  # it would be cut for the process that owns it
         with self._using, contextlib.suppress(OSError):  # the other side is gone already
             if self._unsendable is None:
                 self._unsendable = PipeBroken("the pipe was cut on this side")
@@ -271,11 +282,17 @@ class Pipe:
 
     def close(self) -> None:
         """Cut, and close the descriptor: now, or when the last thread that uses it is out. Again is a no-op."""
+        if self._in_fork():
+            self._socket.close()  # past the lock, which a thread may have held that is not here
+            return
         with self._using:
             self._closed = True
             self.cut()
             if not self._users:
                 self._socket.close()
+
+    def _in_fork(self) -> bool:
+        return os.getpid() != self._pid
 
     def _enter(self) -> None:
         with self._using:

@@ -22,6 +22,7 @@ from .._deadline import Deadline
 from .._errors import StateError
 from .._interfaces import choose_address
 from .._net import url_host
+from ._backends import BABY
 from ._interface import ProcessGroup
 
 __all__ = ["register_backend"]
@@ -36,14 +37,14 @@ class Backend:
 
 
 BACKENDS = {
-    "ftlite-baby-gloo": Backend("ProcessGroupBabyGloo", ("cpu",)),
-    "ftlite-baby-nccl": Backend("ProcessGroupBabyNCCL", ("cuda",)),
-    "ftlite-baby-xccl": Backend("ProcessGroupBabyXCCL", ("xpu",)),
+    f"{BABY}gloo": Backend("ProcessGroupBabyGloo", ("cpu",)),
+    f"{BABY}nccl": Backend("ProcessGroupBabyNCCL", ("cuda",)),
+    f"{BABY}xccl": Backend("ProcessGroupBabyXCCL", ("xpu",)),
 }
 
 
 def register_backend(
-    name: str = "ftlite-baby-gloo",
+    name: str = f"{BABY}gloo",
     group: Callable[..., ProcessGroup] | None = None,
     devices: Sequence[str] | None = None,
 ) -> None:

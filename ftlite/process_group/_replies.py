@@ -90,6 +90,10 @@ class Replies:
         """Whether the calling thread has the turn: it is in a callback."""
         return self._owner == threading.get_ident()
 
+    def end(self) -> None:
+        """All is over: forget ``receive``, and whom it belongs to."""
+        self._receive = _nothing
+
     def tell(self, others: int) -> None:
         """``others`` ops are to be told of by the reader: a future was asked for, or a second thread waits."""
         self._others = others
@@ -100,6 +104,14 @@ class Replies:
         deadline = Deadline(limit_s)
         while not op.is_over():
             remaining_s = deadline.remaining_s()
-            if remaining_s <= 0.0 or not self._receive(remaining_s):
-                break
-        return op.is_over()
+            if remaining_s <= 0.0:
+                return False
+            # no longer than a tick: another thread may issue an op with a nearer limit meanwhile
+            if not self._receive(min(remaining_s, _TICK_S)):
+                return op.wait_for_others(deadline.remaining_s())  # who has ended it all is about to say so
+        return True
+
+
+def _nothing(wait_s: float) -> bool:
+    """What is received when all is over."""
+    return False

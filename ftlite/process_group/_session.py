@@ -13,30 +13,33 @@ The memory of an op that failed with its child is free once the child is known t
 
 from __future__ import annotations
 
-import heapq
+import functools
 import logging
+import select
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .._deadline import Deadline
-from .._errors import ProtocolError, UnsupportedOp
+from .._errors import ChildStartFailed, ProtocolError
 from . import _link
 from . import _messages as says
 from ._arena import Arena
+from ._exports import AllExports
 from ._forked_child import ForkedChild
-from ._handle import OpWork
-from ._loans import Ledger, Lent
-from ._ops import Op, options_to_fields, replace, results, walk
+from ._frames import frameless, fresh
+from ._lenders import Lenders
+from ._limits import Limits
+from ._ops import Op, options_to_fields, replace
+from ._owner import Owner
+from ._pending import Pending
 from ._pipe import Pipe, PipeBroken
 from ._replies import Replies
-from ._staging import alias, stageable
 from ._template import Template
+from ._work import ChildWork
 
-__all__ = ["ChildWork", "Session"]
+__all__ = ["Session"]
 
 _logger = logging.getLogger(__name__)
 
@@ -48,110 +51,116 @@ _LEAVE_S = 0.3
 _DEATH_S = 1.0
 # A callback that has the turn and wants to issue looks so often whether it can; meanwhile it reads.
 _LOOK_S = 0.005
-
-
-class ChildWork(OpWork):
-    """An op in the child, and what it was lent."""
-
-    def __init__(self, session: Session, what: str, deadline: Deadline, tensors: list[Any]) -> None:
-        super().__init__(what, deadline.limit_s, tensors)
-        self.op_id = -1  # until it is sent
-        self.ticket = -1
-        self.lent: list[Lent] = []
-        self.deadline = deadline
-        self._session = session
-
-    def until_over(self, limit_s: float) -> bool:
-        """Wait until it is over; whether it is, within ``limit_s`` seconds."""
-        return self.is_over() or self._session.replies.wait(self, limit_s)
-
-    def wait_for_others(self, limit_s: float) -> bool:
-        """Wait until another thread has settled it; whether it has, within ``limit_s`` seconds."""
-        self._start()
-        return self._over.wait(limit_s)
-
-    def _start(self) -> None:
-        if not self.is_over():
-            self._session.watch(self)
-
-    def _await(self, limit_s: float, slack_s: float) -> None:
-        deadline = Deadline(limit_s)
-        if not self.until_over(limit_s + slack_s):
-            raise self._late(deadline)
+# Idle memory is given back after ten times as long; a look takes 10 us.
+_CHORES_S = 1.0
 
 
 class Session:
     """One child and its link.
 
     Args:
-        arena: where tensors are lent; the group's, which outlives this.
+        arena: where host memory is lent; the group's, which outlives this.
+        exports: what has been exported of the devices' memory; likewise.
         configure: what the child is told first.
     """
 
-    def __init__(self, arena: Arena, configure: says.Configure) -> None:
+    def __init__(self, arena: Arena, exports: AllExports, configure: says.Configure) -> None:
         self.epoch = configure.epoch
         self.backend = configure.backend
+        self.owner = Owner()
         self.replies = Replies(self._receive)
         self._arena = arena
         self._lock = threading.RLock()
-        self._issuing = threading.Lock()
+        self._issuing = threading.RLock()  # who waits for memory reads replies, and a callback may issue
         self._link = _link.Link(configure)
-        self._ledger = Ledger(arena, self._lock, self._keep_reading)
-        self._issued: dict[int, ChildWork] = {}  # by op id
-        self._watched: set[int] = set()  # op ids of which somebody is told by whoever reads
-        self._limits: list[tuple[float, int]] = []  # a heap of (monotonic time, op id)
+        self._ledger = Lenders(arena, exports, self._lock, self._keep_reading, self.backend)
+        self.pending = Pending(self._lock, self._ledger, self.replies, lambda: not self._is_over() or self._dead)
+        self._limits = Limits(self.pending.works)
+        self._chores_s = 0.0  # when to look for them next
         self._configured = threading.Event()
         self._outcome: Exception | None = None
-        self._told: set[int] = set()  # segments that the child has mapped
-        self._forgotten: list[int] = []  # and of these, those that the arena has given up
         self._ended = False
         self._dead = False
         self._child: ForkedChild | None = None
         self._pipe, self._end = Pipe.pair(configure.timeout_s)
-        self._reader = threading.Thread(target=self._read, name=f"replies of epoch {self.epoch}", daemon=True)
+        self._reader: threading.Thread | None = None
 
     # --- its life ---------------------------------------------------------------------------------------
 
     def start(self, template: Template, device: tuple[str, int] | None, deadline: Deadline) -> None:
-        """Fork the child and have it meet its peers.
+        """Fork the child and have it meet its peers; an abort ends the wait for either.
 
         Raises:
             ChildStartFailed, DeadlineExceeded, RemoteFailure, ChildError, StateError: it did not come up.
         """
+        fork = functools.partial(self._fork, template, device, deadline)
+        name = f"replies of epoch {self.epoch}"
+        self._reader = threading.Thread(target=self._read, args=(fork,), name=name, daemon=True)
         try:
-            child = template.fork(deadline, self._end, device)
-        except BaseException as error:
-            self._broke(error)
-            self._pipe.close()
-            raise
+            self._reader.start()
+            late = not self._configured.wait(deadline.remaining_s())
+            if late and self._child is None:  # the template's own error says more
+                late = not self._configured.wait(_REPORT_S)
+            if late:
+                self._broke(deadline.exceeded("configure", "check that every rank got the same address and world size"))
+        except BaseException as error:  # Ctrl-C, or no thread is left
+            self._broke(frameless(fresh(error)))
+            if not self._reader.is_alive():  # nobody else will
+                self._end.close()
+                self._bury()
+            if not isinstance(error, Exception):
+                raise
+        outcome, self._outcome = self._outcome, None
+        try:
+            if outcome is not None:
+                raise outcome
+        finally:
+            del outcome  # its traceback holds this frame
+        self._require_living("configure")
+
+    def _fork(self, template: Template, device: tuple[str, int] | None, deadline: Deadline) -> ForkedChild:
+        was_up = template.is_up()
+        try:
+            return template.fork(deadline, self._end, device)
+        except ChildStartFailed:
+            if not was_up:
+                raise
+        # it had been killed, and nobody knew. Another pipe, for a child of the dead one may have said something by now.
+        pipe, end = Pipe.pair(self._pipe.write_limit_s)
         with self._lock:
-            self._child = child
-            aborted = self._link.state in _link.OVER
-        if aborted:
-            self._kill()
-        self._reader.start()
-        if not self._configured.wait(deadline.remaining_s()):
-            self._broke(deadline.exceeded("configure", "check that every rank got the same address and world size"))
-        if self._outcome is not None:
-            raise self._outcome
+            if not self._is_over():
+                self._pipe, pipe = pipe, self._pipe
+        pipe.close()
+        return template.fork(deadline, end, device)
 
     def abort(self, reason: Any = None) -> None:
         """End everything pending with ``reason``, at once, from any thread."""
-        self._perform(self._decide(lambda: self._link.abort(reason)))
+        self._finish(lambda: self._link.abort(reason))
 
     def supersede(self) -> None:
         """A later ``configure`` takes over."""
-        self._perform(self._decide(self._link.supersede))
+        self._finish(self._link.supersede)
 
     def close(self) -> None:
         """The normal end; returns within half a second, when the child is gone."""
-        self._perform(self._decide(self._link.close))
-        if threading.current_thread() is self._reader or not self._reader.is_alive():
+        self._finish(self._link.close)
+        reader = self._reader
+        if reader is None or self.replies.is_mine() or not reader.is_alive():  # in a callback, for which it may wait
             return
-        self._reader.join(_LEAVE_S)
-        if self._reader.is_alive():
+        reader.join(_LEAVE_S)
+        if reader.is_alive():
             self._kill()
-            self._reader.join(_REPORT_S)
+            reader.join(_REPORT_S)
+
+    def _finish(self, event: Callable[[], list[_link.Effect]]) -> None:
+        """End it; afterwards nothing is written to the user's tensors any more."""
+        self._perform(self._decide(event))
+        self.pending.quiesce()
+
+    def until_dead(self) -> None:
+        """Wait, for a second at most, until the child is, and writes to no shared memory any more."""
+        if self._child is not None:
+            self._child.wait(_DEATH_S)
 
     def cut(self) -> None:
         """End it from a destructor, in whichever thread that runs: waits for no lock; the reader does the rest."""
@@ -183,9 +192,9 @@ class Session:
             DeadlineExceeded: for ``limit_s`` seconds there was no room for the tensors, or no turn.
         """
         deadline = Deadline(limit_s)
-        views = [(direction, self._view(op, tensor)) for direction, tensor in walk(op, values)]
+        self._require_living(op.name)  # at once: who issues now may wait for what this thread is to settle
         fields = options_to_fields(options)
-        work = ChildWork(self, f"{op.name} on {self.backend}", deadline, results(op, values))
+        work, views = self._ledger.borrower(self, op, values, deadline)
         self._acquire_issuing(op, deadline)
         try:
             after = self._ledger.lend(work, views, deadline)
@@ -194,110 +203,94 @@ class Session:
             self._issuing.release()
         return work
 
-    def watch(self, work: ChildWork) -> None:
-        """Somebody wants to be told of the end of ``work`` who will not read for it."""
+    def _require_living(self, attempted: str) -> None:
+        """Raise what ended the session, if it is over."""
         with self._lock:
-            if work.op_id in self._issued:
-                self._watched.add(work.op_id)
-                self.replies.tell(len(self._watched))
-
-    def _view(self, op: Op, tensor: torch.Tensor) -> torch.Tensor:
-        if not stageable(tensor):
-            raise UnsupportedOp(
-                f"{op.name}: the {self.backend} child takes strided CPU tensors, and this one is {tensor.layout} on "
-                f"{tensor.device}{' and quantized' if tensor.is_quantized else ''}: convert it first",
-                backend=self.backend,
-                op=op.name,
-            )
-        return alias(tensor)
+            if self._is_over():
+                self._link.submit(attempted, 0, (), (), 0.0)
 
     def _keep_reading(self) -> Callable[[float], object] | None:
         """In a callback, which has the turn, what to do instead of waiting; None in other threads."""
-        return self._receive if self.replies.is_mine() else None
+        return self._read_on if self.replies.is_mine() else None
+
+    def _read_on(self, wait_s: float) -> None:
+        if not self._receive(wait_s):
+            self._require_living("an op")
 
     def _acquire_issuing(self, op: Op, deadline: Deadline) -> None:
-        if self._issuing.acquire(blocking=False):
-            return
-        keep_reading = self._keep_reading()
-        while not self._issuing.acquire(timeout=deadline.remaining_s() if keep_reading is None else 0.0):
-            if deadline.expired():
-                raise deadline.exceeded(f"{op.name}: waiting for other threads to issue", "the child does not keep up")
-            if keep_reading is not None:  # whoever issues may wait for room, and so for replies
-                keep_reading(_LOOK_S)
+        if not self.replies.is_mine():
+            taken = self._issuing.acquire(timeout=deadline.remaining_s())
+        else:  # in a callback: whoever issues, and the child when it takes no more, may wait for replies to be read
+            room = select.poll()
+            room.register(self._pipe.fileno(), select.POLLOUT)
+            while not (taken := bool(room.poll(0)) and self._issuing.acquire(blocking=False)):
+                if deadline.expired():
+                    break
+                self._read_on(_LOOK_S)
+        if not taken:
+            raise deadline.exceeded(f"{op.name}: waiting for other threads to issue", "the child does not keep up")
 
     def _send(self, op: Op, values: list[Any], fields: tuple[Any, ...], work: ChildWork, after: int) -> None:
-        references = iter([lent.reference() for lent in work.lent])
-        args = _tuples(replace(op, values, lambda direction, tensor: next(references)))
+        references = iter(work.references())
+        args = says.as_tuples(replace(op, values, lambda direction, tensor: next(references)))
         limit_s = work.deadline.limit_s
         try:
             with self._lock:
-                work.op_id, effects = self._link.submit(op.name, op.number, args, fields, limit_s, after)
-                self._issued[work.op_id] = work
-                heapq.heappush(self._limits, (time.monotonic() + limit_s, work.op_id))
+                pair = work.pair_number()
+                work.op_id, effects = self._link.submit(op.name, op.number, args, fields, limit_s, after, pair)
+                self.pending.works[work.op_id] = work
+                self._limits.add(time.monotonic() + limit_s, work.op_id)
         except BaseException:
             self._ledger.forget(work, True)  # the child has not heard of it
             raise
         try:
-            self._tell_segments(work)
+            self._announce(work)
+            self._perform(effects)
         except PipeBroken as error:
             self._lost(error)
-        self._perform(effects)
+        except BaseException as error:  # Ctrl-C: nobody knows what the child was told
+            self._broke(frameless(fresh(error)))
+            raise
 
-    def _tell_segments(self, work: ChildWork) -> None:
-        """See that the child has mapped what the op needs, and nothing that is idle."""
-        while self._forgotten:
-            number = self._forgotten.pop()
-            if number in self._told:
-                self._told.remove(number)
-                self._pipe.send(says.encode(says.DropSegment(number)))
-        for lent in work.lent:
-            if lent.segment not in self._told:
-                segment = self._arena.segment(lent.segment)
-                self._pipe.send(says.encode(says.Segment(segment.number, segment.nbytes)), (segment.fd,))
-                self._told.add(lent.segment)
+    def _announce(self, work: ChildWork | None) -> None:
+        for message, fds in self._ledger.announce(work):
+            self._pipe.send(says.encode(message), fds)
 
     # --- effects ----------------------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        return self._link.state in _link.OVER
 
     def _decide(self, event: Callable[[], list[_link.Effect]]) -> list[_link.Effect]:
         with self._lock:
             return event()
 
     def _perform(self, effects: list[_link.Effect]) -> None:
+        ended = []
         for effect in effects:
             if isinstance(effect, _link.Settle):
-                self._settle(effect.op_id, effect.outcome)
+                ended.append(effect)
             elif isinstance(effect, _link.Send):
                 try:
                     self._pipe.send(says.encode(effect.message))
                 except (PipeBroken, ProtocolError) as error:
                     self._lost(error)
+            elif isinstance(effect, _link.Released):
+                self._ledger.dropped(effect.number)
             elif isinstance(effect, _link.Configured):
                 self._outcome = effect.outcome
                 self._configured.set()
             else:
                 _logger.info("killing the child of epoch %d: %s", self.epoch, effect.reason)
                 self._kill()
+        self.pending.settle(ended)
 
     def _kill(self) -> None:
         child = self._child
-        if child is not None:
+        # a child with a device at work gets until the reader's end, to have it leave what is queued
+        if child is not None and not self._ledger.is_busy():
             child.kill()
         self._pipe.cut()  # wakes whoever reads, and whoever is in the middle of a write
-
-    def _settle(self, op_id: int, outcome: Exception | None) -> None:
-        with self._lock:
-            work = self._issued.pop(op_id)
-        if outcome is None:
-            try:
-                self._ledger.take_back(work)
-            except Exception as error:  # the user has freed the memory
-                outcome = error
-        self._ledger.forget(work, self._link.state not in _link.OVER or self._dead)
-        work.settle(outcome)
-        if op_id in self._watched:
-            with self._lock:
-                self._watched.discard(op_id)
-                self.replies.tell(len(self._watched))
 
     def _broke(self, cause: BaseException, death: str = "", stderr_tail: str = "") -> None:
         self._perform(self._decide(lambda: self._link.broke(cause, death, stderr_tail)))
@@ -306,6 +299,7 @@ class Session:
         """The pipe has ended: say how the child died, if it did."""
         child = self._child
         death = child.wait(_REPORT_S) if child is not None else None
+        frameless(error)
         if death is None:
             self._broke(error)
         else:
@@ -313,8 +307,14 @@ class Session:
 
     # --- replies ----------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _read(self, fork: Callable[[], ForkedChild]) -> None:
         try:
+            self._child = fork()
+        except Exception as error:
+            self._end_with(error)
+        try:
+            if self._is_over():  # an abort may have found no child
+                self._kill()
             self.replies.read()
         finally:
             self._bury()
@@ -327,9 +327,7 @@ class Session:
         if self._ended:
             return False
         child = self._child
-        limits = self._limits
-        if limits:
-            wait_s = min(wait_s, max(0.0, limits[0][0] - time.monotonic()))
+        wait_s = min(wait_s, max(0.0, self._limits.next_s() - time.monotonic()))
         try:
             # an exception from outside (Ctrl-C) that comes here leaves everything as it is
             came = self._pipe.poll(wait_s, child.fileno() if child is not None else -1)
@@ -338,12 +336,11 @@ class Session:
         try:
             if came:
                 message = says.decode(self._pipe.receive())
-                self._perform(self._decide(lambda: self._link.received(message, self.epoch)))
+                decide = functools.partial(self._decide, lambda: self._link.received(message, self.epoch))
+                self._perform(self.pending.written(decide, self._is_over))
             elif child is not None and child.wait(0) is not None:  # somebody has a copy of its socket
                 raise PipeBroken("the child has ended", ended=True)
-            else:
-                self._look_at_limits()
-                self._forgotten += self._arena.forget_idle()
+            self._look_at_the_time()
         except BaseException as error:
             self._end_with(error)
             if not isinstance(error, (PipeBroken, ProtocolError)):
@@ -356,22 +353,34 @@ class Session:
         if isinstance(error, PipeBroken):
             self._lost(error)
         else:
-            self._broke(error)
+            self._broke(frameless(fresh(error)))
         return False
 
-    def _look_at_limits(self) -> None:
+    def _look_at_the_time(self) -> None:
+        """Also while one reply comes after the other."""
         now_s = time.monotonic()
-        while True:
+        if now_s >= self._chores_s:
+            self._chores_s = now_s + _CHORES_S
+            self._give_memory_back(now_s)
+        while now_s >= self._limits.next_s():
             with self._lock:
-                if not self._limits or self._limits[0][0] > now_s:
+                op_id = self._limits.pop_due(now_s)
+                if op_id is None:
                     return
-                _, op_id = heapq.heappop(self._limits)
-                work = self._issued.get(op_id)
-                if work is None:
-                    continue
-                deadline = work.deadline
+                deadline = self.pending.works[op_id].deadline
                 effects = self._link.timed_out(op_id, deadline.limit_s, deadline.elapsed_s())
             self._perform(effects)
+
+    def _give_memory_back(self, now_s: float) -> None:
+        """Forget what is idle. It is the machine's when the child has forgotten it too: at its next op, or now."""
+        if self._is_over():
+            return  # the next child's session does that
+        # one that has nothing to do reads what is sent at once, so that nothing waits here
+        if self._ledger.tidy(now_s) and not self.pending.works and self._issuing.acquire(blocking=False):
+            try:
+                self._announce(None)
+            finally:
+                self._issuing.release()
 
     def _bury(self) -> None:
         """The end of the reader: the child is dead, or soon will be, and its memory free."""
@@ -383,11 +392,7 @@ class Session:
             child.close()
         self._pipe.close()
         with self._lock:
-            self._dead = True
+            self._dead = died
         if died:
             self._ledger.ransom()
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples, all the way down: what a message holds."""
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+        self.pending.end(died)

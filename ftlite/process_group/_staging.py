@@ -16,7 +16,7 @@ import torch
 
 from .._errors import StateError, UnsupportedOp
 
-__all__ = ["alias", "copy_bytes", "pack", "plain", "require_memory", "stageable", "unpack"]
+__all__ = ["alias", "copy_bytes", "overwrite", "pack", "plain", "require_memory", "stageable", "unpack"]
 
 # Up to here a copy holds on to the GIL: it is done in 2 us, and whoever lets go of the GIL while another thread wants
 # it gets it back after as much as 5 ms.
@@ -132,7 +132,12 @@ def unpack(contiguous: torch.Tensor, view: torch.Tensor) -> None:
     _require_host(view, "write")
     _require_fit(contiguous, view)
     require_memory(contiguous, "read")
-    target, source = view.data, contiguous.data
+    overwrite(view, contiguous)
+
+
+def overwrite(view: torch.Tensor, source: torch.Tensor) -> None:
+    """What :func:`unpack` does, unchecked and on any device, where it is queued on the current stream."""
+    target, source = view.data, source.data
     for d, (size, step) in enumerate(zip(target.shape, target.stride())):
         if step == 0 and size > 1:
             target, source = target.narrow(d, 0, 1), source.narrow(d, 0, 1)

@@ -54,6 +54,11 @@ class Template:
         process = self._process
         return process.pid() if process else None
 
+    def is_up(self) -> bool:
+        """Whether that process is there, and ready, as far as is known."""
+        process = self._process
+        return process is not None and process.is_up()
+
     def hold(self) -> Template:
         """Count one holder more, and see that the process is there or on its way; for ``acquire``."""
         with self._lock:

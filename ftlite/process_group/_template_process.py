@@ -90,6 +90,11 @@ class TemplateProcess:
         with self._changed:
             return self._state is _State.GONE
 
+    def is_up(self) -> bool:
+        """Whether it is ready, and no end of it is known."""
+        with self._changed:
+            return self._state is _State.UP
+
     def pid(self) -> int | None:
         """The pid of the template process, once it is started."""
         with self._changed:

@@ -52,6 +52,31 @@ class HostileDocuments(unittest.TestCase):
             plans.Plan(manifests.parse(json.dumps(fields).encode()), {})
 
 
+class FreedMemory(unittest.TestCase):
+    """A storage that was shrunk under its tensors, as sharding libraries do, is no memory to read or to write."""
+
+    def freed(self, nbytes: int) -> list[torch.Tensor]:
+        tensor = torch.ones(64 << 20, dtype=torch.uint8).view(1 << 10, -1)
+        views = [tensor, tensor.t(), tensor[:, 1:]]
+        tensor.untyped_storage().resize_(nbytes)
+        return views
+
+    def test_at_the_donor(self) -> None:
+        for nbytes in (0, (64 << 20) - 1):
+            for tensor in self.freed(nbytes):
+                with self.assertRaisesRegex(errors.LayoutError, rf"\['w'\].*{nbytes} bytes"):
+                    published({"w": tensor})
+
+    def test_at_the_receiver(self) -> None:
+        manifest = manifests.parse(published({"w": torch.ones(1 << 10, 1 << 16, dtype=torch.uint8)}).document)
+        for nbytes in (0, (64 << 20) - 1):
+            with self.assertRaisesRegex(errors.LayoutError, rf"\['w'\].*{nbytes} bytes"):
+                plans.Plan(manifest, {"w": self.freed(nbytes)[0]})
+
+    def test_what_has_no_elements_needs_none(self) -> None:
+        published({"w": torch.ones(4)[4:], "x": torch.empty(0, 3)})
+
+
 class Trainer(unittest.TestCase):
     def test_the_memory_of_publish_outlives_a_new_data(self) -> None:
         weight = torch.nn.Parameter(torch.full((1 << 18,), 3.0))
@@ -61,13 +86,35 @@ class Trainer(unittest.TestCase):
         self.assertEqual(blocks, struct.pack("=f", 3.0) * (1 << 18))
 
 
-class Streams(unittest.TestCase):
-    def test_a_storage_goes_out_in_pieces(self) -> None:
-        sent: list[int] = []
-        with io.BufferedWriter(servers._Body(lambda part: sent.append(len(part))), 1 << 20) as body:
+class _Connection:
+    """Takes what is sent, and remembers in what pieces."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def sendall(self, data: memoryview) -> None:
+        self.sent.append(len(data))
+
+
+class Pieces(unittest.TestCase):
+    """What is sent goes out in pieces, since a send has one time limit, however much it is given."""
+
+    def setUp(self) -> None:
+        self.handler = servers._Handler.__new__(servers._Handler)
+        self.handler.connection = self.connection = _Connection()
+
+    def test_metadata(self) -> None:
+        self.handler._send(bytes(5 << 20))
+        self.check()
+
+    def test_a_storage_of_a_stream(self) -> None:
+        with io.BufferedWriter(servers._Body(self.handler._send, 5 << 20), 1 << 20) as body:
             body.write(bytes(5 << 20))
-        self.assertEqual(sum(sent), 5 << 20)
-        self.assertLessEqual(max(sent), 1 << 20)
+        self.check()
+
+    def check(self) -> None:
+        self.assertEqual(sum(self.connection.sent), 5 << 20)
+        self.assertLessEqual(max(self.connection.sent), 1 << 20)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import unittest
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+from unittest import mock
 
 from tests import load
-from tests._support import SHORT_S, GuardedTestCase
+from tests._support import SHORT_S, WAIT_S, GuardedTestCase
 
 client = load("checkpointing._client")
 Deadline = load("_deadline").Deadline
@@ -29,6 +32,39 @@ class _Brief(BaseHTTPRequestHandler):
         self.wfile.flush()
         if begun:
             self.rfile.read(1)  # until the client ends the connection
+
+
+class Counting(GuardedTestCase):
+    """What came before a break is counted, to the byte, whether it came with the head or after it."""
+
+    def answer(self, body: bytes) -> tuple[Any, socket.socket]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.addCleanup(listener.close)
+        link = client.Link(client.Donor(f"http://127.0.0.1:{listener.getsockname()[1]}/s/"), "ab", Deadline(SHORT_S))
+        self.addCleanup(link.close)
+        found: list[Any] = []
+        asking = threading.Thread(target=lambda: found.append(link.get(1, "0")))
+        asking.start()
+        sock, _ = listener.accept()
+        self.addCleanup(sock.close)
+        sock.recv(1 << 16)
+        sock.sendall(b"HTTP/1.1 200 x\r\nContent-Length: 5000000\r\n\r\n" + body)
+        asking.join(WAIT_S)
+        return found[0], sock
+
+    def test_bytes_that_came_with_the_head(self) -> None:
+        for count in (1, 1000, 8192, 30_000):
+            for first in (0, 10):
+                with self.subTest(count=count, first=first), mock.patch.object(client, "IDLE_S", 0.2):
+                    body = bytes(i % 251 for i in range(count + first))
+                    answer, _ = self.answer(body)
+                    if first:
+                        answer.fill(memoryview(bytearray(first)))
+                    rest = bytearray(1 << 20)
+                    with self.assertRaisesRegex(client.Broken, "idle limit"):
+                        answer.fill(memoryview(rest))
+                    self.assertEqual(answer.done, len(body))
+                    self.assertEqual(rest[:count], body[first:])
 
 
 class Ending(GuardedTestCase):

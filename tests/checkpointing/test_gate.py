@@ -163,7 +163,9 @@ class Shell(GuardedTestCase):
         self.gate.stage(step)
         self.gate.publish(what)
 
-    def enter(self, step: int = 1, reader: str = "a", connection: int = 1, wait_s: float = 0.0) -> tuple[object, str]:
+    def enter(
+        self, step: int = 1, reader: str = "a", connection: int = 1, wait_s: float = 0.0
+    ) -> tuple[object, object, str]:
         return self.gate.enter(step, reader, connection, lambda: self.cuts.append(connection), wait_s)
 
     cuts: list[int]
@@ -181,18 +183,20 @@ class Shell(GuardedTestCase):
 
     def test_a_reader_gets_what_was_published(self) -> None:
         self.serve()
-        self.assertEqual(self.enter(), ("state", ""))
-        self.assertEqual(self.enter(connection=2), ("state", ""))
+        self.assertEqual(self.enter(), ("state", Answer.ENTER, ""))
+        self.assertEqual(self.enter(connection=2), ("state", Answer.ENTER, ""))
 
     def test_reasons(self) -> None:
-        self.assertEqual(self.enter(), (None, "wait: the donor is closed"))
+        self.assertEqual(self.enter(), (None, Answer.WAIT, "the donor is closed"))
         self.gate.stage(1)
-        self.assertEqual(self.enter(), (None, "wait: the donor is staging"))
+        self.assertEqual(self.enter(), (None, Answer.WAIT, "the donor is staging"))
         self.gate.publish("state")
-        self.assertEqual(self.enter(step=7), (None, "step 1 is served here, not step 7"))
+        self.assertEqual(self.enter(step=7), (None, Answer.NEVER, "step 1 is served here, not step 7"))
         self.enter(reader="a", connection=1)
         self.enter(reader="b", connection=2)
-        self.assertEqual(self.enter(reader="c", connection=3)[1], "wait: 2 readers (max_readers) are being served")
+        self.assertEqual(
+            self.enter(reader="c", connection=3)[1:], (Answer.WAIT, "2 readers (max_readers) are being served")
+        )
 
     def test_a_refusal_reaches_those_who_wait_at_once(self) -> None:
         self.gate.stage(5)
@@ -200,15 +204,20 @@ class Shell(GuardedTestCase):
         self.waiting()
         self.gate.refuse("LayoutError: ['f']: a lambda")
         wait_until(lambda: told, "the reader is told")
-        self.assertEqual(told, [(None, "LayoutError: ['f']: a lambda")])
+        self.assertEqual(told, [(None, Answer.NEVER, "LayoutError: ['f']: a lambda")])
         self.assertIs(self.state(), State.CLOSED)
+
+    def test_a_refusal_is_final_whatever_its_text(self) -> None:
+        self.gate.stage(5)
+        self.gate.refuse("wait: this is the text of an error")
+        self.assertEqual(self.enter(step=5), (None, Answer.NEVER, "wait: this is the text of an error"))
 
     def test_a_publish_wakes_those_who_wait(self) -> None:
         told = [self.start(lambda n=n: self.enter(reader=str(n), connection=n, wait_s=LONG_WAIT_S)) for n in range(2)]
         self.waiting(2)
         self.serve()
         wait_until(lambda: all(told), "both are in")
-        self.assertEqual(told, [[("state", "")], [("state", "")]])
+        self.assertEqual(told, [[("state", Answer.ENTER, "")], [("state", Answer.ENTER, "")]])
 
     def test_a_place_that_becomes_free_wakes_who_waits_for_it(self) -> None:
         self.serve()
@@ -218,7 +227,7 @@ class Shell(GuardedTestCase):
         self.waiting()
         self.gate.leave(1)
         wait_until(lambda: told, "the third is in")
-        self.assertEqual(told, [("state", "")])
+        self.assertEqual(told, [("state", Answer.ENTER, "")])
 
     def test_allow_opens_again_and_wakes(self) -> None:
         self.serve()
@@ -227,7 +236,7 @@ class Shell(GuardedTestCase):
         self.waiting()
         self.gate.allow(1)
         wait_until(lambda: told, "the reader is in")
-        self.assertEqual(told, [("state", "")])
+        self.assertEqual(told, [("state", Answer.ENTER, "")])
         self.gate.allow(1)  # again is a no-op
 
     def test_allow_of_what_was_not_published(self) -> None:
@@ -249,7 +258,7 @@ class Shell(GuardedTestCase):
         self.serve()
         with self.assertRaises(errors.StateError):
             self.gate.stage(2)
-        self.assertEqual(self.enter(), ("state", ""))
+        self.assertEqual(self.enter(), ("state", Answer.ENTER, ""))
 
     def test_close_waits_for_who_is_in(self) -> None:
         self.serve()
@@ -257,8 +266,8 @@ class Shell(GuardedTestCase):
         self.enter(connection=2)
         late = self.start(lambda: self.gate.close(deadline.Deadline(LONG_WAIT_S)))
         self.waiting()
-        self.assertEqual(self.enter(reader="new", connection=3)[1], "wait: the donor is draining")
-        self.assertEqual(self.enter(connection=4), ("state", ""))  # one more connection of who is in
+        self.assertEqual(self.enter(reader="new", connection=3)[1:], (Answer.WAIT, "the donor is draining"))
+        self.assertEqual(self.enter(connection=4), ("state", Answer.ENTER, ""))  # one more connection of who is in
         for connection in (1, 2, 4):
             self.assertEqual(late, [])
             self.gate.leave(connection)
@@ -279,7 +288,7 @@ class Shell(GuardedTestCase):
         for connection in (1, 2, 3):
             self.gate.leave(connection)  # as each handler does when its connection ends
         self.serve(step=2, what="next")
-        self.assertEqual(self.enter(step=2, connection=4), ("next", ""))
+        self.assertEqual(self.enter(step=2, connection=4), ("next", Answer.ENTER, ""))
 
     def test_a_cut_that_fails_does_not_keep_the_gate_open(self) -> None:
         self.serve()
@@ -341,7 +350,7 @@ class Shell(GuardedTestCase):
                 step = self.gate._gate.step
                 if step is None:
                     continue
-                served, _ = self.gate.enter(step, f"r{number}", connection, lambda: None, 0.002)
+                served, *_ = self.gate.enter(step, f"r{number}", connection, lambda: None, 0.002)
                 if served is not None:
                     with lock:
                         inside.add(number)

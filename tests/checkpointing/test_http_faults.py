@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -124,6 +126,29 @@ class BrokenConnections(FaultTestCase):
         self.assertEqual(starts, [0, 0, 10, 10 + (1 << 20), 5010 + (2 << 20), 5010 + (2 << 20)])
         self.assertIs(moved["x"], own["x"])
         self.assertTrue(torch.equal(own["x"], state["x"]) and torch.equal(own["y"], state["y"]))
+
+    def test_metadata_that_breaks_is_asked_for_again(self) -> None:
+        recording = recorded(state := small_state())
+        size = len(recording.answers["metadata"][1])
+        cuts = iter([size - 1, 0, 10])
+
+        def answer(asked: Asked) -> Reply:
+            if asked.what == "metadata" and (cut_at := next(cuts, None)) is not None:
+                return recording.reply(asked, cut_at=cut_at, length=size)
+            return recording.reply(asked)
+
+        with FakeDonor(answer) as donor:
+            moved = self.receiver().recv_checkpoint(0, donor.url, STEP)
+            self.assertEqual(sum(asked.what == "metadata" for asked in donor.asked), 4)
+        self.assertTrue(torch.equal(moved["a"], state["a"]))
+
+    def test_metadata_that_always_breaks(self) -> None:
+        recording = recorded(small_state())
+        size = len(recording.answers["metadata"][1])
+        with FakeDonor(lambda asked: recording.reply(asked, cut_at=20, length=size)) as donor:
+            error = self.fails(donor.url, errors.IncompleteTransfer)
+            self.assertEqual(len(donor.asked), 4)
+        self.assertEqual((error.bytes_done, error.bytes_total), (20, size))
 
     def test_connections_that_are_reset(self) -> None:
         state = {"x": block(6 << 20)}
@@ -283,6 +308,56 @@ class LateBytes(FaultTestCase):
                 self.assertIn("idle limit", str(error))
                 self.assertIn("0.2 s", str(error))
                 self.assertEqual(error.bytes_done, 100)
+
+    def test_a_silent_donor_is_given_up_once(self) -> None:
+        """Not asked again: the idle limit is one, however often a connection could be made."""
+        recording = recorded(small_state(), 1)
+        for what, num_chunks in (("metadata", None), ("0", None), ("full", 0)):
+            with self.subTest(what=what), mock.patch.object(client, "IDLE_S", 0.6):
+                hold = threading.Event()
+                self.addCleanup(hold.set)
+
+                def answer(asked: Asked, what: str = what, hold: threading.Event = hold) -> Reply:
+                    return recording.reply(asked, **({"cut_at": 0, "hold": hold} if asked.what == what else {}))
+
+                with FakeDonor(answer) as donor:
+                    began_s = time.monotonic()
+                    self.fails(donor.url, errors.IncompleteTransfer, self.receiver(num_chunks=num_chunks))
+                    self.assertLess(time.monotonic() - began_s, 1.2)
+                    self.assertEqual(sum(asked.what == what for asked in donor.asked), 1)
+                    hold.set()
+
+    def test_a_host_that_does_not_answer_is_given_up_once(self) -> None:
+        with socket.socket() as listener, contextlib.ExitStack() as waiting:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            for _ in range(4):  # its queue is full, and who comes now is not answered
+                sock = waiting.enter_context(socket.socket())
+                sock.setblocking(False)
+                sock.connect_ex(listener.getsockname())
+            with mock.patch.object(client, "IDLE_S", 0.6):
+                began_s = time.monotonic()
+                self.fails(
+                    f"http://127.0.0.1:{listener.getsockname()[1]}/s3cr3t/checkpoint/", errors.IncompleteTransfer
+                )
+                self.assertLess(time.monotonic() - began_s, 1.2)
+
+    def test_a_stream_that_falls_silent_leaves_its_range_to_the_others(self) -> None:
+        recording = recorded(state := {"x": block(5 << 20)}, 4)
+        hold = threading.Event()
+        self.addCleanup(hold.set)
+        silenced = iter([True])
+
+        def answer(asked: Asked) -> Reply:
+            if asked.what == "1" and next(silenced, False):
+                return recording.reply(asked, cut_at=1000, length=len(recording.answers["1"][1]), hold=hold)
+            return recording.reply(asked)
+
+        with mock.patch.object(client, "IDLE_S", 0.5), FakeDonor(answer) as donor:
+            moved = self.receiver(num_chunks=2).recv_checkpoint(0, donor.url, STEP)
+            self.assertEqual([asked.start for asked in donor.asked if asked.what == "1"], [0, 1000])
+            hold.set()
+        self.assertTrue(torch.equal(moved["x"], state["x"]))
 
     def test_progress_that_raises_ends_the_transfer(self) -> None:
         recording = recorded(small_state())

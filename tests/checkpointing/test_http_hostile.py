@@ -63,6 +63,48 @@ class HostileDonors(FaultTestCase):
             self.receiver(weights_only=False).recv_checkpoint(0, donor.url, STEP)
             self.assertTrue(self.trace.exists())
 
+    def test_a_stream_without_a_checksum(self) -> None:
+        """As a peer's. One of ours has it, and a head that was damaged on the way may have lost it."""
+        recording = recorded({"x": block(100_000)}, 0)
+        body = bytearray(recording.answers["full"][1])
+        body[-1000] ^= 1
+        for damaged in ("Heal-Sum: 0", "Content\xff-Type: application/octet-stream"):
+            lines = [f"{name}: {value}" for name, value in recording.answers["full"][0].items() if name != "Heal-Sum"]
+            if "Type" in damaged:
+                lines = [f"{name}: {value}" for name, value in recording.answers["full"][0].items()]
+            head = "\r\n".join(["HTTP/1.1 200 x", f"Content-Length: {len(body)}", damaged, *lines, "", ""])
+
+            class Once(_wire._Server):
+                def talk(self, sock: Any, head: str = head) -> None:
+                    sock.recv(1 << 16)
+                    sock.sendall(head.encode("latin-1") + bytes(body))
+
+            with self.subTest(damaged=damaged), Once() as donor:
+                url = f"http://127.0.0.1:{donor.port}/{'5ec7e7' * 5}ab/checkpoint/"
+                error = self.fails(url, errors.IntegrityError, self.receiver(num_chunks=0))
+                self.assertIn("checksum", str(error))
+
+    def test_texts_are_short_and_printable(self) -> None:
+        """They end up in logs and on terminals."""
+        recording = recorded({"x": noise(4)}, 0)
+        rude = ("no\n\x1b[2J\r" * 5000).encode()
+        headers = recording.answers["full"][0]
+        for reply, num_chunks in (
+            (Reply(rude, {"Heal-Protocol": "1"}, status=409), None),
+            (Reply(b"", {**headers, "Heal-Torch": "9" * 60_000}), 0),
+            (Reply(b"", {**headers, "Heal-Protocol": "9" * 60_000}), None),
+        ):
+            with FakeDonor(lambda _, reply=reply: reply) as donor:
+                error = self.fails(donor.url, errors.TransferError, self.receiver(num_chunks=num_chunks))
+            self.assertTrue(str(error).isprintable())
+            self.assertLess(len(str(error)), 2000)
+        recording = recorded({"x": noise(4)})
+        whole = {"x" * 100_000: 1}
+        error = self._with_document(recording, {"dtensors": [[0, whole]]}, self.receiver({"x": noise(4)}))
+        self.assertLess(len(str(error)), 3000)
+        error = self._with_document(recording, {"tree": ["d", {"y" * 100_000: ["p", 0]}]}, self.receiver({}))
+        self.assertLess(len(str(error)), 3000)
+
     def test_a_tree_that_names_what_it_should_not(self) -> None:
         recording = recorded(small_state())
         nested: Any = 0

@@ -15,10 +15,13 @@ from urllib.parse import urlsplit
 
 import torch
 
+from tests import load
 from tests._support import SCALE, WAIT_S, captured_logs, free_port, wait_until
 from tests.checkpointing import _wire
 from tests.checkpointing._serving import STEP, HTTPTransport, ServerTestCase, errors, has_ipv6
 from tests.checkpointing._transport_states import block, noise
+
+transport = load("checkpointing._http_transport")
 
 
 class Addresses(ServerTestCase):
@@ -119,6 +122,24 @@ class Addresses(ServerTestCase):
             self.assertLess(time.monotonic() - began_s, 0.3 + 2 * SCALE)
             over.set()
             wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("heal-recv")], "threads end")
+
+
+class NoTime(ServerTestCase):
+    """A timeout of 0 tries once."""
+
+    def test_a_donor_that_serves(self) -> None:
+        donor = self.donor({"x": noise(3)})
+        for num_chunks in (None, 0):
+            with mock.patch.object(transport, "_ONE_TRY_S", WAIT_S):  # this machine may be busy
+                receiver = self.transport(num_chunks=num_chunks)
+                self.assertTrue(torch.equal(receiver.recv_checkpoint(0, donor.metadata(), STEP, 0)["x"], noise(3)))
+
+    def test_a_donor_that_does_not(self) -> None:
+        donor = self.transport()
+        began_s = time.monotonic()
+        with self.assertRaises(errors.DeadlineExceeded):
+            self.transport().recv_checkpoint(0, donor.metadata(), STEP, 0)
+        self.assertLess(time.monotonic() - began_s, 1.0 * SCALE)
 
 
 class Arguments(ServerTestCase):

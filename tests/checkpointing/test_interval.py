@@ -43,6 +43,14 @@ class Host(unittest.TestCase):
             wanted[20 + low : 20 + high] = range(skip + 1, skip + 1 + high - low)
             self.assertEqual(self.memory.tolist(), wanted)
 
+    def test_the_memory_outlives_a_new_data(self) -> None:
+        tensor = torch.zeros(64 << 20, dtype=torch.uint8)  # so large that its memory is gone when it is freed
+        one = interval.Interval(0, 64 << 20, tensor)
+        tensor.data = torch.zeros(4, dtype=torch.uint8)
+        one.write((64 << 20) - 4, torch.ones(4, dtype=torch.uint8), 0, 4)
+        self.assertEqual(tensor.tolist(), [0] * 4)
+        self.assertEqual(one.memory()[-5:].tolist(), [0, 1, 1, 1, 1])
+
     def test_bits_of_the_owner_do_not_matter(self) -> None:
         owner = torch.zeros(4, dtype=torch.complex64)
         one = interval.Interval(0, 32, owner.conj())

@@ -34,8 +34,8 @@ class Views(unittest.TestCase):
     def test_offsets_are_bytes(self) -> None:
         base = torch.arange(10, dtype=torch.int16)
         self.assertEqual(memory.offset_bytes(base[3:]), 6)
-        self.assertEqual(memory.byte_tensor(base[3:], 6, 4).tolist(), [3, 0, 4, 0])
-        self.assertEqual(memory.byte_tensor(base, 0, 20).data_ptr(), base.data_ptr())
+        self.assertEqual(memory.byte_tensor(base[3:].untyped_storage(), 6, 4).tolist(), [3, 0, 4, 0])
+        self.assertEqual(memory.byte_tensor(base.untyped_storage(), 0, 20).data_ptr(), base.data_ptr())
 
     def test_a_tensor_in_a_storage(self) -> None:
         base = torch.arange(6, dtype=torch.int16)

@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 
-from tests import load
-from tests._support import captured_logs
+from tests import PACKAGE, load
+from tests._support import captured_logs, run_python
 from tests.checkpointing._states import noise, same
 
 compat = load("_compat")
@@ -171,6 +171,27 @@ class Compatible(unittest.TestCase):
                 stream.save(state(), sink)
                 stream.load(Exact(sink.all()), weights_only=True)
             self.assertEqual((records, [str(w.message) for w in warned]), ([], []), name)
+
+    def test_torch_does_not_warn_of_what_it_does_itself(self) -> None:
+        """In an interpreter that has not been warned yet: torch does most of it once."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), torch.eye(4).to_sparse_csr()]
+            whole, alone = io.BytesIO(), io.BytesIO()
+            stream.save(state, whole)
+            torch.save(state, alone)
+        child = (
+            f"import io, sys, torch; from {PACKAGE}.checkpointing import _stream as stream\n"
+            "class Exact(io.BytesIO):\n"
+            "    def read(self, n=-1): return bytearray(super().read(n))\n"
+            "how, trusted, data = sys.argv[1], sys.argv[2] == 'False', bytes.fromhex(sys.stdin.read())\n"
+            "if how == 'whole': stream.load(Exact(data), weights_only=not trusted)\n"
+            "else: stream.load_object(data, weights_only=not trusted)\n"
+        )
+        for how, weights_only, data in (("whole", "True", whole), ("alone", "False", alone)):
+            with self.subTest(how=how):
+                done = run_python("-c", child, how, weights_only, input=data.getvalue().hex(), check=True)
+                self.assertEqual(done.stderr, "")
 
     def test_a_table_that_claims_too_much(self) -> None:
         head = (1 << 40).to_bytes(8, "little")

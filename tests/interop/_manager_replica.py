@@ -22,7 +22,10 @@ from torchft import Manager
 from tests import load
 from tests._support import SCALE
 
-LIMIT = timedelta(seconds=20 * SCALE)
+# How long a rank may wait for one that has failed and left, which Gloo does not tell it of.
+OPS = timedelta(seconds=8 * SCALE)
+# Longer, as a healthy replica is in the quorum meanwhile.
+QUORUM = timedelta(seconds=60 * SCALE)
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -52,15 +55,15 @@ def main(lighthouse: str, name: str, kind: str) -> None:
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
 
-    group = getattr(load("process_group"), kind)(timeout=LIMIT)
-    transport = load("checkpointing").HTTPTransport(LIMIT, host="127.0.0.1")
+    group = getattr(load("process_group"), kind)(timeout=OPS)
+    transport = load("checkpointing").HTTPTransport(OPS, host="127.0.0.1")
     manager = Manager(
         pg=group,
         load_state_dict=adopt,
         state_dict=state,
         min_replica_size=2,
-        timeout=LIMIT,
-        quorum_timeout=LIMIT,
+        timeout=2 * OPS,
+        quorum_timeout=QUORUM,
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",

@@ -58,9 +58,14 @@ class Replica:
     def until(self, step: int) -> dict[str, Any]:
         """Wait for the first commit of ``step`` or a later one."""
         while True:
-            line = self.lines.get(timeout=LONG_S / 3)
+            try:
+                line = self.lines.get(timeout=LONG_S / 3)
+            except queue.Empty:
+                line = None
             if line is None:
-                raise AssertionError(f"{self.name} ended after {sorted(self.committed)}:\n{''.join(self.errors)}")
+                what = "says no more" if self.process.poll() is None else "ended"
+                text = "".join(self.errors)
+                raise AssertionError(f"{self.name} {what} after {sorted(self.committed)}, {step} awaited:\n{text}")
             self.committed[line["step"]] = line
             if line["step"] >= step:
                 return line

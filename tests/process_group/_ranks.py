@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests._support import SCALE
+from tests._support import SCALE, wait_until
 
 # The group's timeout in tests that do not look at it: a rank that fails aborts the others, so nobody waits for it.
 TIMEOUT_S = 20 * SCALE
@@ -59,10 +59,25 @@ class Team:
         def one(group: Any, rank: int) -> None:
             group.configure(address, f"replica{rank}", members.index(rank), len(members))
 
-        self.run(one, members)
+        keys = self.store.num_keys()
+
+        def is_waiting() -> bool:
+            nonlocal keys
+            before, keys = keys, self.store.num_keys()
+            return keys > before
+
+        # One after the other, each when the one before has published its address and waits: TCPStore's constructor
+        # enters its object into pybind's table without the GIL, and on torch 2.6 at least the process ends by an
+        # abort when another thread makes or drops one of torch's objects at that moment.
+        self.run(one, members, is_waiting)
         self.broken = False
 
-    def run(self, body: Callable[[Any, int], Any], ranks: list[int] | None = None) -> list[Any]:
+    def run(
+        self,
+        body: Callable[[Any, int], Any],
+        ranks: list[int] | None = None,
+        next_when: Callable[[], bool] | None = None,
+    ) -> list[Any]:
         members = list(range(len(self.groups))) if ranks is None else ranks
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -77,8 +92,11 @@ class Team:
                         self.groups[other].abort(f"rank {rank} failed")
 
         threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}", daemon=True) for rank in members]
-        for thread in threads:
+        for rank, thread in zip(members, threads):
             thread.start()
+            if next_when is not None and rank != members[-1]:
+                # a rank that fails publishes nothing, and lets the others say so
+                wait_until(lambda rank=rank: next_when() or rank in failures, "a rank waits for the next")
         end_s = time.monotonic() + 3 * self.timeout_s
         for thread in threads:
             thread.join(max(0.1, end_s - time.monotonic()))

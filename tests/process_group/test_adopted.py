@@ -80,7 +80,7 @@ class Adopted(GuardedTestCase):
     def test_by_the_other_sharing_strategy_nothing_is_asked_for(self) -> None:
         tensor = shared()
         # only pretended: a process that shares by file names keeps a helper of torch's for good
-        with mock.patch("torch.multiprocessing.get_sharing_strategy", return_value="file_system"):
+        with mock.patch.object(arena_module, "_strategy", return_value="file_system"):
             self.assertIsNone(self.arena.adopt(tensor))
 
     def test_takes_no_descriptors(self) -> None:

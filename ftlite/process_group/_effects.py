@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the link to a child asks for, to be performed by its caller, in the order that it is returned in. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from . import _messages as says
+
+__all__ = ["Configured", "Effect", "Kill", "Released", "Send", "Settle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Write ``message`` to the child."""
+
+    message: says.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The one answer to ``configure``: None, the group is up; or why it never will be."""
+
+    outcome: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The one answer to the op ``op_id``: None, it is done; or why not."""
+
+    op_id: int
+    outcome: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill the child at once; ``reason`` is for the log."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The child has the device memory ``number`` open no more."""
+
+    number: int
+
+
+Effect: TypeAlias = Send | Configured | Settle | Kill | Released

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ops of one session that have not settled, and how each is told of its end.
+
+Invariants: what an op has written is in the user's tensors before anybody is told, and after ``quiesce`` nothing is
+written to them any more. Callbacks run without a lock held, in whichever thread comes first. One that waits for
+another op may be in the very thread that was to settle that op next; so whoever waits settles what is due.
+
+Locks: the session's guards the tables.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ._effects import Effect, Settle
+from ._frames import frameless
+from ._lenders import Lenders
+from ._replies import Replies
+from ._work import ChildWork
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """Ops by their ids, in ``works``.
+
+    Args:
+        lock: the session's.
+        ledger: where the ops have lent their tensors.
+        replies: who reads for them.
+        is_free: whether the child works no more on the memory of an op that has just ended.
+    """
+
+    def __init__(self, lock: threading.RLock, ledger: Lenders, replies: Replies, is_free: Callable[[], bool]) -> None:
+        self.works: dict[int, ChildWork] = {}
+        self._lock = lock
+        self._ledger = ledger
+        self._replies = replies
+        self._is_free = is_free
+        self._watched: set[int] = set()  # of which somebody is told by whoever reads
+        self._due: deque[Settle] = deque()
+        self._writing = threading.RLock()  # held while results are written
+        self._ended = threading.Condition(lock)
+        self._waiting = 0  # for memory
+
+    def watch(self, work: ChildWork) -> None:
+        """Somebody wants to be told of the end of ``work`` who will not read for it."""
+        with self._lock:
+            if work.op_id in self.works:
+                self._watched.add(work.op_id)
+                self._replies.tell(len(self._watched))
+
+    def until_ended(self, work: ChildWork, limit_s: float) -> bool:
+        """Wait until somebody has noticed the end of ``work``; whether one has, within ``limit_s`` seconds."""
+        with self._lock:
+            self.watch(work)
+            self._waiting += 1
+            try:
+                return self._ended.wait_for(lambda: work.has_ended, limit_s)
+            finally:
+                self._waiting -= 1
+
+    def written(self, decide: Callable[[], list[Effect]], is_over: Callable[[], bool]) -> list[Effect]:
+        """What ``decide`` decides, with the results written of the ops that have ended; not once all is over."""
+        with self._writing:
+            effects = decide()
+            return effects if is_over() else [self._bring_back(effect) for effect in effects]
+
+    def quiesce(self) -> None:
+        """Wait until what is being written has been; for whoever has ended the session."""
+        with self._writing:
+            pass
+
+    def end(self, is_free: bool) -> None:
+        """The child is gone, or given up: whether memory ``is_free`` stays as it is.
+
+        What was given as a method of the session is forgotten, or a garbage collection alone could free it.
+        """
+        self._is_free = lambda: is_free
+        self._ledger.end()
+        self._replies.end()
+
+    def settle(self, effects: Sequence[Settle] = ()) -> None:
+        """Settle these, and what else is due, whichever thread was told of it."""
+        self._due.extend(effects)
+        while self._due:
+            try:
+                effect = self._due.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._settle(effect)
+
+    def _bring_back(self, effect: Effect) -> Effect:
+        if not isinstance(effect, Settle):
+            return effect
+        try:
+            self._ledger.take_back(self.works[effect.op_id], effect.outcome is None)
+        except Exception as error:  # the user has freed the memory
+            return Settle(effect.op_id, effect.outcome or frameless(error))
+        return effect
+
+    def _settle(self, effect: Settle) -> None:
+        with self._lock:
+            work = self.works.pop(effect.op_id)
+            self._ledger.forget(work, self._is_free())
+            work.has_ended = True
+            if self._waiting:
+                self._ended.notify_all()
+        work.settle(effect.outcome)
+        work.let_go()
+        if effect.op_id in self._watched:
+            with self._lock:
+                self._watched.discard(effect.op_id)
+                self._replies.tell(len(self._watched))
