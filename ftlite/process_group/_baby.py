@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Work
 
 from .._deadline import Deadline, Timeout
-from .._errors import StateError
+from .._errors import StateError, UnsupportedOp
 from . import _messages as says
 from ._accelerator import current_device
 from ._arena import Arena
@@ -65,12 +65,21 @@ class ProcessGroupBaby(ProcessGroup):
 
     Args:
         timeout: a timedelta or seconds, for ``configure`` and for every op.
+
+    Raises:
+        UnsupportedOp: a subclass names a backend that there is not.
     """
 
     backend: ClassVar[str]
 
     def __init__(self, timeout: Timeout = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
+        if self.backend not in BACKENDS:
+            raise UnsupportedOp(
+                f"{type(self).__name__} is for {self.backend!r}: choose one of {', '.join(BACKENDS)}",
+                backend=self.backend,
+                op="configure",
+            )
         self._turn = threading.RLock()  # one configure at a time; a callback of what one ends may call it again
         self._holding = threading.Lock()  # guards what is held; nothing waits under it
         self._epoch = 0
@@ -104,10 +113,10 @@ class ProcessGroupBaby(ProcessGroup):
         if not self._turn.acquire(timeout=deadline.limit_s):
             raise deadline.exceeded("configure: waiting for another call of configure")
         try:
-            session, template, old = self._begin(store_addr, rank, world_size, tuple(global_ranks or ()), deadline)
+            session, old = self._begin(store_addr, rank, world_size, tuple(global_ranks or ()), deadline)
             if old is not None:
                 old.supersede()
-            session.start(template, current_device(BACKENDS[self.backend].devices[0]), deadline)
+            session.start(current_device(BACKENDS[self.backend].devices[0]), deadline)
             if old is not None:
                 old.until_dead()
         finally:
@@ -115,7 +124,7 @@ class ProcessGroupBaby(ProcessGroup):
 
     def _begin(
         self, store_addr: str, rank: int, world_size: int, global_ranks: tuple[int, ...], deadline: Deadline
-    ) -> tuple[Session, Template, Session | None]:
+    ) -> tuple[Session, Session | None]:
         with self._holding:
             held = self._held
             if held.template is None:  # after a shutdown
@@ -124,10 +133,10 @@ class ProcessGroupBaby(ProcessGroup):
             message = says.Configure(
                 self._epoch, self.backend, store_addr, rank, world_size, deadline.remaining_s(), global_ranks
             )
-            session = Session(held.arena, held.exports, message)
+            session = Session(held.template, held.arena, held.exports, message)
             old, held.session = held.session, session
             self._rank, self._size = rank, world_size
-            return session, held.template, old
+            return session, old
 
     def abort(self, reason: Any = None) -> None:
         """Kill the child and fail everything pending with ``reason`` (an exception or a text), at once.

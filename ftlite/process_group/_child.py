@@ -146,9 +146,7 @@ class _Child:
     def _configure(self, message: says.Configure) -> None:
         self._timeout_s = message.timeout_s
         try:
-            backend = self._backend = BACKENDS.get(message.backend)
-            if backend is None:
-                raise UnsupportedOp(f"there is no backend {message.backend!r}: choose one of {', '.join(BACKENDS)}")
+            backend = self._backend = BACKENDS[message.backend]
             self._say(says.Phase(f"connecting to the store at {message.store_addr}"))
             store = create_store_client(message.store_addr, message.timeout_s)
             self._say(says.Phase(f"meeting the other {message.world_size - 1} ranks at {message.store_addr}"))

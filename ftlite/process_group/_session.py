@@ -59,12 +59,13 @@ class Session:
     """One child and its link.
 
     Args:
+        template: what forks the child.
         arena: where host memory is lent; the group's, which outlives this.
         exports: what has been exported of the devices' memory; likewise.
         configure: what the child is told first.
     """
 
-    def __init__(self, arena: Arena, exports: AllExports, configure: says.Configure) -> None:
+    def __init__(self, template: Template, arena: Arena, exports: AllExports, configure: says.Configure) -> None:
         self.epoch = configure.epoch
         self.backend = configure.backend
         self.owner = Owner()
@@ -84,18 +85,18 @@ class Session:
         self._child: ForkedChild | None = None
         self._pipe, self._end = Pipe.pair(configure.timeout_s)
         self._reader: threading.Thread | None = None
+        self._template = template
 
     # --- its life ---------------------------------------------------------------------------------------
 
-    def start(self, template: Template, device: tuple[str, int] | None, deadline: Deadline) -> None:
+    def start(self, device: tuple[str, int] | None, deadline: Deadline) -> None:
         """Fork the child and have it meet its peers; an abort ends the wait for either.
 
         Raises:
             ChildStartFailed, DeadlineExceeded, RemoteFailure, ChildError, StateError: it did not come up.
         """
-        fork = functools.partial(self._fork, template, device, deadline)
         name = f"replies of epoch {self.epoch}"
-        self._reader = threading.Thread(target=self._read, args=(fork,), name=name, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(device, deadline), name=name, daemon=True)
         try:
             self._reader.start()
             late = not self._configured.wait(deadline.remaining_s())
@@ -118,10 +119,10 @@ class Session:
             del outcome  # its traceback holds this frame
         self._require_living("configure")
 
-    def _fork(self, template: Template, device: tuple[str, int] | None, deadline: Deadline) -> ForkedChild:
-        was_up = template.is_up()
+    def _fork(self, device: tuple[str, int] | None, deadline: Deadline) -> ForkedChild:
+        was_up = self._template.is_up()
         try:
-            return template.fork(deadline, self._end, device)
+            return self._template.fork(deadline, self._end, device)
         except ChildStartFailed:
             if not was_up:
                 raise
@@ -131,7 +132,7 @@ class Session:
             if not self._is_over():
                 self._pipe, pipe = pipe, self._pipe
         pipe.close()
-        return template.fork(deadline, end, device)
+        return self._template.fork(deadline, end, device)
 
     def abort(self, reason: Any = None) -> None:
         """End everything pending with ``reason``, at once, from any thread."""
@@ -293,6 +294,7 @@ class Session:
         self._pipe.cut()  # wakes whoever reads, and whoever is in the middle of a write
 
     def _broke(self, cause: BaseException, death: str = "", stderr_tail: str = "") -> None:
+        self._template.let_exit()
         self._perform(self._decide(lambda: self._link.broke(cause, death, stderr_tail)))
 
     def _lost(self, error: BaseException) -> None:
@@ -307,9 +309,9 @@ class Session:
 
     # --- replies ----------------------------------------------------------------------------------------
 
-    def _read(self, fork: Callable[[], ForkedChild]) -> None:
+    def _read(self, device: tuple[str, int] | None, deadline: Deadline) -> None:
         try:
-            self._child = fork()
+            self._child = self._fork(device, deadline)
         except Exception as error:
             self._end_with(error)
         try:

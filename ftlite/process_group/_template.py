@@ -23,6 +23,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ __all__ = ["Death", "ForkedChild", "Template", "acquire"]
 
 # What the children run: this module's ``main``.
 ENTRY = "process_group._child"
+# From the end of the children to that of the daemon threads, but for the exit hooks of others. A second is for those.
+_EXIT_S = 1.0
 
 
 class Template:
@@ -48,6 +51,7 @@ class Template:
         self._lock = threading.Lock()  # guards the two below
         self._holders = 0
         self._process: TemplateProcess | None = None
+        self._leaving = False
 
     def pid(self) -> int | None:
         """The pid of the process that serves as the template now, if one is started."""
@@ -110,6 +114,15 @@ class Template:
         if process is not None:
             process.end()
 
+    def let_exit(self) -> None:
+        """To be called before anybody is told that a child has ended: it may be the trainer's own exit that ends it.
+
+        Then daemon threads would raise, and print, in its last moments. The interpreter stops them, so they are told
+        later.
+        """
+        if self._leaving and threading.current_thread() is not threading.main_thread():
+            time.sleep(_EXIT_S)
+
     def _living(self) -> TemplateProcess:
         if self._process is None or self._process.gone():
             try:
@@ -121,6 +134,7 @@ class Template:
     def _at_exit(self) -> None:
         """The trainer ends without having released it: leave nothing behind for whoever started the trainer."""
         if os.getpid() == self._owner and self._process is not None:
+            self._leaving = True
             self._process.end()
 
 

@@ -98,11 +98,12 @@ class LifeContract:
                 wait_until(future.done, "the future of an aborted op is done")
                 with self.assertRaises(Exception):  # noqa: B017 # the backend's own words are not ours
                     future.value()
-            self.assertIs(group.errored(), reason)
+            first = group.errored()
+            self.assertIn(reason, (first, first.__cause__))
             with self.assertRaises(errors.FtliteError):
                 group.allreduce([torch.ones(1)])
             group.abort("again")
-            self.assertIs(group.errored(), reason)
+            self.assertIs(group.errored(), first)
             team.configure()
             self.sums(team, [0, 1])
 
@@ -160,14 +161,16 @@ class LifeContract:
             self.sums(team, [0, 1])
 
     def test_an_op_that_nobody_joins_ends_at_the_timeout(self: Any) -> None:
-        with self.team(2, timeout_s=1 * SCALE) as team:
+        # enough for a configure on a busy machine
+        limit_s = 3 * SCALE
+        with self.team(2, timeout_s=limit_s) as team:
             for make in (lambda g: g.allreduce([torch.ones(2)]), lambda g: g.recv([torch.ones(2)], 1, 3)):
                 team.configure()
                 work = make(team.groups[0])
                 started_s = time.monotonic()
                 with self.assertRaises((TimeoutError, RuntimeError)):
                     work.wait()
-                self.assertLess(time.monotonic() - started_s, 4 * SCALE)
+                self.assertLess(time.monotonic() - started_s, limit_s + 3 * SCALE)
                 self.assertIsNotNone(team.groups[0].errored())
 
     def test_configure_alone_ends_at_the_timeout(self: Any) -> None:
@@ -178,6 +181,7 @@ class LifeContract:
             with quiet_stderr(), self.assertRaises(TimeoutError):
                 group.configure(team.address(), "alone", 0, 2)
             self.assertLess(time.monotonic() - started_s, 4 * SCALE)
+            group.set_timeout(10.0 * SCALE)
             group.configure(team.address(), "alone", 0, 1)
             group.allreduce([torch.ones(1)]).wait()
 

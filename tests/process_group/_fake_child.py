@@ -42,6 +42,9 @@ class ThreadChild:
     def is_up(self) -> bool:
         return True
 
+    def let_exit(self) -> None:
+        """What a template does for an exit of the trainer."""
+
     def fork(self, deadline: Any, end: socket.socket, device: Any = None) -> ThreadChild:
         self._pipe = pipes.Pipe(end, WAIT_S)
         self._child = child_module._Child(self._pipe, device_child.Devices(lambda kind: self._device))
@@ -108,9 +111,9 @@ class FakeCase(GuardedTestCase):
 
     def new_session(self, child: ThreadChild) -> Any:
         configure = messages.Configure(1, "fake", "host:1/x", 0, 1, self.timeout_s, ())
-        session = sessions.Session(self.arena, self.exports, configure)
+        session = sessions.Session(child, self.arena, self.exports, configure)
         self.addCleanup(session.close)
-        session.start(child, None, deadlines.Deadline(WAIT_S))
+        session.start(None, deadlines.Deadline(WAIT_S))
         return session
 
     def _make(self, *args: Any) -> Group:

@@ -12,10 +12,17 @@ from tests._support import LONG_S, GuardedTestCase
 from tests.process_group._contract import ProcessGroupContract
 
 ProcessGroupBabyGloo = load("process_group").ProcessGroupBabyGloo
+template = load("process_group._template")
 
 
 class BabyGlooContract(ProcessGroupContract, GuardedTestCase):
     limit_s = LONG_S
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        # one template for all tests, up before the first of them
+        cls.addClassCleanup(template.acquire().release)
+        super().setUpClass()
 
     def make_group(self, timeout: timedelta) -> Any:
         return ProcessGroupBabyGloo(timeout=timeout)
