@@ -30,7 +30,7 @@ from ._lazy import open_door
 
 if TYPE_CHECKING:
     from . import checkpointing, process_group
-    from .checkpointing import CheckpointTransport, HTTPTransport, RWLock
+    from .checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RWLock
     from .process_group import (
         ErrorSwallowingProcessGroupWrapper,
         FakeProcessGroupWrapper,
@@ -64,6 +64,7 @@ __all__ = [
     "LayoutError",
     "ManagedProcessGroup",
     "NotServing",
+    "PGTransport",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",
@@ -94,6 +95,7 @@ __getattr__, __dir__ = open_door(
         "FakeProcessGroupWrapper": ".process_group",
         "HTTPTransport": ".checkpointing",
         "ManagedProcessGroup": ".process_group",
+        "PGTransport": ".checkpointing",
         "ProcessGroup": ".process_group",
         "ProcessGroupBabyGloo": ".process_group",
         "ProcessGroupBabyNCCL": ".process_group",

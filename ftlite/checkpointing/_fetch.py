@@ -16,7 +16,7 @@ from .._deadline import Deadline
 from .._errors import FtliteError, IncompleteTransfer, IntegrityError, NotServing
 from ._client import CHANGED, Broken, Later, Link, lost
 from ._device import pinned
-from ._interval import Interval
+from ._interval import Interval, spread
 from ._layout import FlatSpace
 from ._manifest import Manifest
 from ._memory import view_of
@@ -60,7 +60,7 @@ class Transfer:
         try:
             self._watch.run([lambda link=link: self._stream(link) for link in self._links], tick, self._late)  # type: ignore[misc]
         except FtliteError as e:
-            self._mark(e)
+            self._plan.mark(e, self._done_bytes(), self._queue.total)
             raise
 
     def _done_bytes(self) -> int:
@@ -73,19 +73,6 @@ class Transfer:
             f"{self._queue.total} bytes so far",
             "this was the limit for the whole transfer",
         )
-
-    def _mark(self, error: FtliteError) -> None:
-        """Say in ``error`` how far it got, and which tensors were written to."""
-        done = self._done_bytes()
-        dirty = self._plan.in_place and done > 0
-        keys = self._plan.keys if dirty else ()
-        error.__dict__.update(bytes_done=done, bytes_total=self._queue.total, destination_dirty=dirty, keys=keys)
-        if dirty:
-            text = (
-                f"{error}; the receiver's own tensors ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}) were "
-                "written to and are undefined now: heal again before they are used"
-            )
-            error.args = (text,)
 
     def _stream(self, link: Link) -> None:
         sinks = _Sinks(self._plan, self._flat)
@@ -184,20 +171,8 @@ class _Sinks:
         scratch = self._scratch
         if scratch is None:
             return
-        if extent < self._flat.large:
-            interval = self._interval(extent, at)
-            if not interval.on_host:
-                interval.write(at, scratch, 0, n)
-            return
-        filled = 0
-        for region, start, end in self._flat.small_pieces(at, at + n):
-            target = self._intervals[region]
-            while target is not None:
-                low, high = max(start, target.start), min(end, target.end)
-                if low < high:
-                    target.write(low, scratch, filled + low - start, filled + high - start)
-                target = target.next
-            filled += end - start
+        if extent >= self._flat.large or not self._interval(extent, at).on_host:
+            spread(self._intervals, self._flat, extent, at, scratch, 0, n)
 
     def _interval(self, region: int, at: int) -> Interval:
         interval = self._intervals[region]

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
+from ._layout import FlatSpace
 from ._memory import byte_tensor, view_at
 
 
@@ -41,3 +43,21 @@ class Interval:
             ctypes.memmove(self.address + at - self.start, buffer.data_ptr() + low, high - low)
         else:
             self.memory()[at - self.start :][: high - low].copy_(buffer[low:high])
+
+
+def spread(
+    intervals: Sequence[Interval | None], flat: FlatSpace, extent: int, at: int, buffer: torch.Tensor, low: int, n: int
+) -> None:
+    """Copy ``n`` bytes from ``low`` of ``buffer`` (uint8, on the host) to where those from ``at`` of ``extent`` belong.
+
+    ``intervals`` has the first one of every region.
+    """
+    pieces = [(extent, at, at + n)] if extent < flat.large else flat.small_pieces(at, at + n)
+    for region, start, end in pieces:
+        target = intervals[region]
+        while target is not None:
+            first, last = max(start, target.start), min(end, target.end)
+            if first < last:
+                target.write(first, buffer, low + first - start, low + last - start)
+            target = target.next
+        low += end - start

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._errors import IntegrityError, LayoutError
+from .._errors import FtliteError, IntegrityError, LayoutError
 from . import _tree
 from ._device import settle
 from ._interval import Interval
@@ -74,6 +74,18 @@ class Plan:
         """Some of the receiver's tensors that are written to, for an error's attributes."""
         numbers = [n for n, local in enumerate(self._match.local) if local is not None]
         return tuple(_tree.show_path(self._match.path[n]) for n in numbers[:_KEYS_SHOWN])
+
+    def mark(self, error: FtliteError, done: int, total: int) -> None:
+        """Say in ``error`` that ``done`` of ``total`` bytes had arrived, and which tensors were written to."""
+        dirty = self.in_place and done > 0
+        keys = self.keys if dirty else ()
+        error.__dict__.update(bytes_done=done, bytes_total=total, destination_dirty=dirty, keys=keys)
+        if dirty:
+            text = (
+                f"{error}; the receiver's own tensors ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}) were "
+                "written to and are undefined now: heal again before they are used"
+            )
+            error.args = (text,)
 
     def settle(self) -> None:
         """Wait for work on the devices that still uses the memory which is about to be written."""

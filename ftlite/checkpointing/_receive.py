@@ -7,7 +7,6 @@ gone, so that both paths heal in place alike.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import secrets
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import _compat
 from .._deadline import Deadline
 from .._errors import (
     DeadlineExceeded,
@@ -32,13 +30,13 @@ from ._checksum import RowSum, checksum_of
 from ._client import CHANGED, Answer, Broken, Donor, Later, Link, lost
 from ._device import HostStage
 from ._fetch import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES, Transfer
+from ._incoming import first_line, load_blob, log_left_alone, plan_for
 from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
 from ._memory import collector_paused, memory_at_hand
 from ._plan import Plan
 from ._snapshot import publish
 from ._watch import Watch
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A stream keeps a core busy at either end, so more of them than half the cores only take turns; but into new memory the
@@ -46,7 +44,6 @@ T = TypeVar("T")
 # has one. Four fill any wire that one process can fill. num_chunks= overrides it, up to what does not merely contend.
 _MAX_DEFAULT_STREAMS = 4
 _MAX_STREAMS = 16
-_LISTED = 8  # keys in a log line
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,13 @@ class Receiver:
             document = self._document_of(first)
             with collector_paused():
                 manifest = self._parsed(document)
-                plan = Plan(
+                plan = plan_for(
                     manifest,
                     self._own,
+                    weights_only=self._options.weights_only,
                     device=self._options.device,
                     max_bytes=self._options.max_bytes,
-                    loader=_compat.SAFE_LOADER_IS_SOUND or not self._options.weights_only,
                 )
-            self._log_left_alone(plan)
             self.total = manifest.flat().total
             cores = os.cpu_count() or 1
             fitting = max(1, cores if plan.new_bytes > self.total // 2 else cores // 2)
@@ -126,15 +122,6 @@ class Receiver:
 
     def _link(self) -> Link:
         return Link(self._donor, self._reader, self._deadline)
-
-    def _log_left_alone(self, plan: Plan) -> None:
-        if plan.only_here:
-            logger.info(
-                "%d tensors that the donor does not have are left as they are: %s%s",
-                len(plan.only_here),
-                ", ".join(plan.only_here[:_LISTED]),
-                ", ..." if len(plan.only_here) > _LISTED else "",
-            )
 
     # --- asking -------------------------------------------------------------------------------------------
 
@@ -261,12 +248,12 @@ class Receiver:
             raise self._lost(e) from e
         except pickle.UnpicklingError as e:
             raise LayoutError(
-                f"torch's safe loader refuses the stream of {self._donor.shown} ({_first_line(e)}); weights_only=False "
+                f"torch's safe loader refuses the stream of {self._donor.shown} ({first_line(e)}); weights_only=False "
                 "trusts the donor with code, or allow the class with torch.serialization.add_safe_globals"
             ) from e
         except Exception as e:  # whatever bytes that are no stream make a loader raise
             raise IntegrityError(
-                f"the stream of {self._donor.shown} cannot be loaded ({type(e).__name__}: {_first_line(e)})"
+                f"the stream of {self._donor.shown} cannot be loaded ({type(e).__name__}: {first_line(e)})"
             ) from e
         if answer.sums is not None and answer.announced_sum not in (None, answer.sums.value()):
             raise IntegrityError(
@@ -282,23 +269,10 @@ class Receiver:
             return state
         loaded = publish(state, self._step, weights_only=False, snapshot="none", num_chunks=1, stage=HostStage())
         plan = Plan(loaded.manifest, self._own, device=self._options.device)
-        self._log_left_alone(plan)
+        log_left_alone(plan)
         plan.settle()
         loaded.copy_to(plan.intervals)
         return plan.finish(lambda data, _path: _stream.load_object(data, weights_only=False))
 
     def _load_blob(self, data: bytes, path: _tree.Path) -> Any:
-        try:
-            return _stream.load_object(
-                data, weights_only=self._options.weights_only, device=self._options.device or "cpu"
-            )
-        except Exception as e:  # whatever a hostile or foreign object makes the loader raise
-            raise LayoutError(
-                f"{_tree.show_path(path)}: torch's loader refuses what the donor sent ({_first_line(e)}); allow the "
-                "class with torch.serialization.add_safe_globals on both sides"
-            ) from e
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+        return load_blob(data, path, weights_only=self._options.weights_only, device=self._options.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,9 @@ class _Memory(NamedTuple):
 class Snapshot:
     """A published state: the document about it, and its bytes in the flat space."""
 
-    def __init__(self, state: Any, manifest: Manifest, leaves: list[Leaf], memory: _Memory) -> None:
+    def __init__(
+        self, state: Any, manifest: Manifest, leaves: list[Leaf], memory: _Memory, summed: bool = True
+    ) -> None:
         self.step = manifest.step
         self.flat: FlatSpace = manifest.flat()
         self.ends = manifest.ends
@@ -73,7 +75,8 @@ class Snapshot:
         self._memory = memory
         self._small = _joined(self.flat, memory.addresses)
         self._small_starts = [run.start for run in self._small]
-        manifest.sums = [self._sum(start, end) for start, end in zip([0, *self.ends], self.ends)]
+        ranges = zip([0, *self.ends], self.ends)
+        manifest.sums = [self.sum_of(start, end) for start, end in ranges] if summed else [0] * len(self.ends)
         self.document = manifest.to_bytes()
         self.document_sum = checksum_of(self.document)
         if len(self.document) > MAX_MANIFEST_BYTES:
@@ -152,6 +155,25 @@ class Snapshot:
                 at += n
                 yield view, at == stop
 
+    def memory_of(self, start: int, end: int) -> torch.Tensor | None:
+        """The flat bytes ``start`` to ``end`` as a uint8 tensor over their memory; None where that is in pieces."""
+        pieces = list(self.flat.pieces(start, end))
+        if len(pieces) != 1:
+            return None
+        extent, at, stop = pieces[0]
+        region = extent
+        address = self._memory.addresses[extent] + at if extent < self.flat.large else 0
+        if extent >= self.flat.large:
+            run = self._small[bisect_right(self._small_starts, at) - 1]
+            if stop > run.start + run.nbytes:
+                return None
+            address = run.address + at - run.start
+            region = next(self.flat.small_pieces(at, stop))[0]
+        owner = self._memory.owners[region]
+        offset = address - owner.data_ptr()
+        # two storages may lie side by side by chance
+        return byte_tensor(owner, offset, stop - at) if offset + stop - at <= owner.nbytes() else None
+
     def _gather(self, at: int, n: int, scratch: memoryview) -> memoryview:
         number = bisect_right(self._small_starts, at) - 1
         run = self._small[number]
@@ -167,7 +189,8 @@ class Snapshot:
             number += 1
         return scratch[:n]
 
-    def _sum(self, start: int, end: int) -> int:
+    def sum_of(self, start: int, end: int) -> int:
+        """The checksum of the flat bytes ``start`` to ``end`` as they are now."""
         sums = RowSum()
         for view, ends in self.blocks(start, end):
             sums.feed(view)
@@ -177,22 +200,32 @@ class Snapshot:
 
 
 def publish(
-    state: Any, step: int, *, weights_only: bool, snapshot: str, num_chunks: int | None, stage: HostStage
+    state: Any,
+    step: int,
+    *,
+    weights_only: bool,
+    snapshot: str,
+    num_chunks: int | None,
+    stage: HostStage,
+    cut_into: Callable[[FlatSpace], list[int]] | None = None,
 ) -> Snapshot:
     """Take ``state`` of ``step`` apart for serving.
 
     Args:
         weights_only: whether leaves that are neither plain nor tensors must pass torch's safe loader.
-        snapshot: which CPU memory is copied now: the smallest regions up to 32 MB ("small"), "all", "none".
+        snapshot: which CPU memory is copied now: the smallest regions up to 32 MB ("small"), of these only such as
+            share an extent ("gathered"), "all", "none".
         num_chunks: how many chunks to announce; None for as many as serve well.
         stage: brings device memory to the host.
+        cut_into: gives the ends of the chunks in the place of ``num_chunks``; they are not summed here, and the
+            document has zeros for it.
 
     Raises:
         LayoutError: a leaf that cannot be carried.
     """
     with collector_paused():
         manifest, layout, leaves = describe(state, step, weights_only)
-    manifest.ends = cut(sum(manifest.sizes), num_chunks)
+    manifest.ends = cut(sum(manifest.sizes), num_chunks) if cut_into is None else cut_into(manifest.flat())
     try:
         memory = _take(manifest, layout, [leaf.tensor for leaf in leaves], snapshot, stage)
         stage.finish()
@@ -200,7 +233,7 @@ def publish(
         stage.abandon()
         raise
     del layout  # several hundred bytes per tensor, before the document is made
-    return Snapshot(state, manifest, leaves, memory)
+    return Snapshot(state, manifest, leaves, memory, summed=cut_into is None)
 
 
 def _take(manifest: Manifest, layout: Layout, tensors: list[torch.Tensor], snapshot: str, stage: HostStage) -> _Memory:
@@ -239,8 +272,9 @@ def _owners(manifest: Manifest) -> list[int]:
 def _choose_copied(layout: Layout, tensors: list[torch.Tensor], owners: list[int], snapshot: str) -> set[int]:
     """The regions that get a copy on the host: all device memory, and of the host's what ``snapshot`` says."""
     copied = {i for i in range(len(layout.regions)) if tensors[owners[i]].device.type != "cpu"}
-    budget = {"small": SNAPSHOT_BYTES, "none": 0}.get(snapshot)
-    on_host = [i for i in range(len(layout.regions)) if i not in copied]
+    budget = {"small": SNAPSHOT_BYTES, "gathered": SNAPSHOT_BYTES, "none": 0}.get(snapshot)
+    first = layout.large if snapshot == "gathered" else 0
+    on_host = [i for i in range(first, len(layout.regions)) if i not in copied]
     for i in sorted(on_host, key=lambda i: layout.regions[i].nbytes):
         if budget is not None:
             budget -= layout.regions[i].nbytes

@@ -82,7 +82,7 @@ class OpWork(Work):
         self._future: torch.futures.Future[Any] | None = None
         self._listeners: list[Callable[[OpWork], None]] = []
         self._keeper: MutableMapping[int, OpWork] | None = None
-        self._seen = False
+        self._looks_due = 1
 
     # --- for the group ----------------------------------------------------------------------------------
 
@@ -111,14 +111,15 @@ class OpWork(Work):
                 return
         listener(self)
 
-    def keep_in(self, keeper: MutableMapping[int, OpWork]) -> None:
-        """Have ``keeper`` hold this object until the op has ended and somebody has asked for its outcome.
+    def keep_in(self, keeper: MutableMapping[int, OpWork], looks: int = 1) -> None:
+        """Have ``keeper`` hold this object until the op has ended and its outcome was asked for ``looks`` times.
 
         Before torch 2.7, C++ holds the native half of a Work alone: with the last reference in Python the methods
         here are gone, and C++ waits for ever on the native half, which nobody completes.
         """
         with self._lock:
             self._keeper = keeper
+            self._looks_due += looks - 1
             keeper[id(self)] = self
         if len(keeper) % _KEPT == 0:  # not at each op, or many ops in flight would be gone through again and again
             for work in [work for work in list(keeper.values()) if work.is_over()][: _KEPT // 2]:
@@ -216,11 +217,11 @@ class OpWork(Work):
             future.set_result(self._tensors)
 
     def _look(self) -> None:
-        self._seen = True
+        self._looks_due -= 1
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._keeper is not None and self._seen and self._over.is_set():
+        if self._keeper is not None and self._looks_due <= 0 and self._over.is_set():
             self._keeper.pop(id(self), None)
 
 

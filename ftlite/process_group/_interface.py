@@ -290,7 +290,8 @@ def _collective(op: Op, name: str) -> Callable[..., Work]:
         values, options = normalise(op, args, kwargs)
         work = self._issue(op, values, options)
         if WORK_LOSES_ITS_PYTHON_HALF and isinstance(work, OpWork):
-            work.keep_in(self._kept)
+            # C++ notes it for each output of such an op, and waits for each
+            work.keep_in(self._kept, len(values[0]) if op.name.endswith("_coalesced") else 1)
         return work
 
     method.__name__ = name

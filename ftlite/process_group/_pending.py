@@ -10,6 +10,7 @@ Locks: the session's guards the tables.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -90,7 +91,11 @@ class Pending:
                 effect = self._due.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._settle(effect)
+            try:
+                self._settle(effect)
+            except (KeyboardInterrupt, SystemExit):  # whoever comes next goes on
+                self._due.appendleft(effect)
+                raise
 
     def _bring_back(self, effect: Effect) -> Effect:
         if not isinstance(effect, Settle):
@@ -102,15 +107,20 @@ class Pending:
         return effect
 
     def _settle(self, effect: Settle) -> None:
+        work = self.works.get(effect.op_id)
+        if work is None:
+            return
         with self._lock:
-            work = self.works.pop(effect.op_id)
-            self._ledger.forget(work, self._is_free())
-            work.has_ended = True
-            if self._waiting:
-                self._ended.notify_all()
+            if not work.has_ended:
+                with contextlib.suppress(LookupError):  # after Ctrl-C in the middle of a change to its tables
+                    self._ledger.forget(work, self._is_free())
+                work.has_ended = True
+                if self._waiting:
+                    self._ended.notify_all()
         work.settle(effect.outcome)
         work.let_go()
-        if effect.op_id in self._watched:
-            with self._lock:
+        with self._lock:
+            del self.works[effect.op_id]
+            if effect.op_id in self._watched:
                 self._watched.discard(effect.op_id)
                 self._replies.tell(len(self._watched))

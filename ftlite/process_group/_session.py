@@ -70,7 +70,6 @@ class Session:
         self.backend = configure.backend
         self.owner = Owner()
         self.replies = Replies(self._receive)
-        self._arena = arena
         self._lock = threading.RLock()
         self._issuing = threading.RLock()  # who waits for memory reads replies, and a callback may issue
         self._link = _link.Link(configure)
@@ -99,10 +98,9 @@ class Session:
         self._reader = threading.Thread(target=self._read, args=(device, deadline), name=name, daemon=True)
         try:
             self._reader.start()
-            late = not self._configured.wait(deadline.remaining_s())
-            if late and self._child is None:  # the template's own error says more
-                late = not self._configured.wait(_REPORT_S)
-            if late:
+            if not self._configured.wait(deadline.remaining_s()) and self._child is None:
+                self._configured.wait(_REPORT_S)  # the template's own error says more
+            if not self._configured.is_set():
                 self._broke(deadline.exceeded("configure", "check that every rank got the same address and world size"))
         except BaseException as error:  # Ctrl-C, or no thread is left
             self._broke(frameless(fresh(error)))
@@ -200,6 +198,11 @@ class Session:
         try:
             after = self._ledger.lend(work, views, deadline)
             self._send(op, values, fields, work, after)
+        except BaseException as error:
+            # nobody knows what the child was told; or Ctrl-C came in the middle of a change to a table
+            if work.op_id >= 0 or not isinstance(error, Exception) or isinstance(error, LookupError):
+                self._broke(frameless(fresh(error)))
+            raise
         finally:
             self._issuing.release()
         return work
@@ -249,9 +252,6 @@ class Session:
             self._perform(effects)
         except PipeBroken as error:
             self._lost(error)
-        except BaseException as error:  # Ctrl-C: nobody knows what the child was told
-            self._broke(frameless(fresh(error)))
-            raise
 
     def _announce(self, work: ChildWork | None) -> None:
         for message, fds in self._ledger.announce(work):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests._support import SCALE, descriptors, wait_until
+from tests._support import SCALE, WAIT_S, descriptors, wait_until
 from tests.process_group._baby_tools import (
     SOON_S,
     BabyCase,
@@ -200,6 +200,55 @@ class NativeCalls(BabyCase):
                 gone(pid, SOON_S)
 
 
+class Stopped(BabyCase):
+    """A child that takes nothing any more."""
+
+    def test_ten_thousand_ops(self) -> None:
+        timeout_s = 2 * SCALE
+        with self.team(1, timeout_s=20 * SCALE) as team:
+            group = team.groups[0]
+            group.set_timeout(timeout_s)
+            group.configure(team.address(), "alone", 0, 1)
+            pid = child_of(group)
+            os.kill(pid, signal.SIGSTOP)
+            works, refused = [], 0
+            started_s = time.monotonic()
+            for _ in range(10_000):
+                try:
+                    works.append(group.allreduce([torch.ones(1)]))
+                except errors.DeadlineExceeded:
+                    refused += 1
+            self.assertEqual(len(works) + refused, 10_000)
+            for work in works:
+                with self.assertRaises(errors.DeadlineExceeded):
+                    work.wait()
+            # the limit of the first op, and what it takes to be told of ten thousand
+            self.assertLess(time.monotonic() - started_s, timeout_s + 2 * SOON_S)
+            self.assertGreater(refused, 0)
+            self.assertIsInstance(group.errored(), errors.DeadlineExceeded)
+            gone(pid)
+            group.configure(team.address(), "alone", 0, 1)
+            self.works(team)
+
+    def test_threads_that_issue_and_an_abort(self) -> None:
+        with self.team(1) as team:
+            group = team.groups[0]
+            os.kill(child_of(group), signal.SIGSTOP)
+
+            def issue() -> None:
+                while True:
+                    group.allreduce([torch.ones(1)])
+
+            waiters = [Waiter(issue) for _ in range(4)]
+            time.sleep(0.3)  # by now the pipe is full, and all but one of them wait for the turn
+            aborted_s = time.monotonic()
+            group.abort("it does not listen")
+            for waiter in waiters:
+                self.assertIn("it does not listen", str(waiter.join(WAIT_S)))
+                self.assertLess(waiter.over_s - aborted_s, SOON_S)
+            self.heals(team)
+
+
 class Raised(BabyCase):
     """What the child raises crosses as text."""
 
@@ -272,10 +321,9 @@ class Races(BabyCase):
             group = ProcessGroupBabyGloo(timeout=20 * SCALE)
             self.addCleanup(group.shutdown)
             for round_ in range(20):
-                address = team.address()
+                address, old = team.address(), group._held.session
                 configured = Waiter(lambda address=address: group.configure(address, "alone", 0, 1))
-                wait_until(lambda: group._held.session is not None, "it has begun")
-                wait_until(lambda: group._held.session._child is not None, "the child is there")
+                wait_until(lambda old=old: group._held.session is not old, "it has begun")
                 time.sleep(0.0005 * round_)
                 os.kill(child_of(group), signal.SIGKILL)
                 error = configured.join()

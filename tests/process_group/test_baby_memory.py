@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from tests import load
-from tests._support import LONG_S, SCALE, child_env, descriptors, requires_root, wait_until
+from tests._support import LONG_S, SCALE, WAIT_S, child_env, descriptors, requires_root, wait_until
 from tests.process_group._baby_tools import BabyCase, child_of, errors
 
 arena = load("process_group._arena")
@@ -100,6 +100,25 @@ class FewDescriptors(BabyCase):
                 self.assertEqual(tensor.unique().tolist(), [2.0 * index + 1])
 
         self.steady(body)
+
+    def test_many_live_tensors_that_are_shared_already(self) -> None:
+        """The child has a descriptor for each, and leaves some for the backend: the rest is copied."""
+        old = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (160, old[1]))
+        try:
+            with self.team(1) as team:
+                group = team.groups[0]
+                self.works(team)
+                before = len(open_files(child_of(group)))
+                tensors = [torch.full((20_000,), float(index)).share_memory_() for index in range(60)]
+                for _ in range(2):
+                    for work in [group.allreduce([tensor]) for tensor in tensors]:
+                        work.wait()
+                self.assertEqual([tensor.unique().tolist() for tensor in tensors], [[float(i)] for i in range(60)])
+                self.assertEqual(len(open_files(child_of(group))), before + 160 // 8)
+                del tensors, work
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, old)
 
 
 class GivenBack(BabyCase):
@@ -204,14 +223,23 @@ class GivenBack(BabyCase):
                 self.heals(team)
 
     def test_a_storage_that_is_freed_meanwhile(self) -> None:
+        freed = [threading.Event() for _ in range(3)]  # the other rank joins only then
+
         def body(group: Any, rank: int) -> None:
-            for tensor in (torch.ones(100_000), torch.ones(300, 300).t(), torch.ones(300, 300)[::2]):
-                work = group.allreduce([tensor])
-                tensor.untyped_storage().resize_(0)
-                with self.assertRaisesRegex(errors.StateError, "resized"):
-                    work.wait()
-                with self.assertRaises(errors.StateError):
-                    group.allreduce([tensor])
+            tensors = (torch.ones(100_000), torch.ones(300, 300).t(), torch.ones(300, 300)[::2])
+            for tensor, is_freed in zip(tensors, freed):
+                if rank == 0:
+                    work = group.allreduce([tensor])
+                    tensor.untyped_storage().resize_(0)
+                    is_freed.set()
+                    with self.assertRaisesRegex(errors.StateError, "resized"):
+                        work.wait()
+                    with self.assertRaises(errors.StateError):
+                        group.allreduce([tensor])
+                else:
+                    self.assertTrue(is_freed.wait(WAIT_S))
+                    group.allreduce([tensor]).wait()
+                    self.assertEqual(tensor.unique().tolist(), [2.0])
                 # nobody else is harmed
                 other = torch.ones(3)
                 group.allreduce([other]).wait()

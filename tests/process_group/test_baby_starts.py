@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,13 +16,23 @@ import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed import TCPStore
 
 from tests import PACKAGE, load
 from tests._support import LONG_S, SCALE, GuardedTestCase, child_env, free_port, import_roots, run_python, wait_until
-from tests.process_group._baby_tools import BabyCase, ProcessGroupBabyGloo, child_of, errors, faulty, gone, template
+from tests.process_group._baby_tools import (
+    BabyCase,
+    ProcessGroupBabyGloo,
+    Waiter,
+    child_of,
+    errors,
+    faulty,
+    gone,
+    template,
+)
 from tests.process_group._template_tools import caught_stderr
 
 # From a failure until the caller knows of it.
@@ -43,7 +54,7 @@ for round in range(3):
     group.allreduce([tensor]).wait()
     said = tensor.tolist() == [size * (size + 1) / 2] * 4
     group.barrier().wait()
-print(said, __name__)
+os.write(1, f"{{said}} {{__name__}}\\n".encode())  # in one piece, whoever else writes
 group.shutdown()
 """
 
@@ -136,6 +147,9 @@ class ChildFails(BabyCase):
 
     def test_no_memory(self) -> None:
         """A limit that the child inherits from the template: it may start, and get no further."""
+        # with more of them torch 2.6 waits in pthreadpool_create, for ever, for threads that could not be created
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         pid = self.template.pid()
         old = resource.prlimit(pid, resource.RLIMIT_AS)
         size = int(re.findall(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) * 1024
@@ -153,6 +167,11 @@ class TemplateFails(GuardedTestCase):
     """There is not even a template."""
 
     limit_s = LONG_S
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # libuv opens a pipe once, and keeps it
 
     @contextlib.contextmanager
     def group(self, text: str) -> Iterator[tuple[Any, str, Path]]:
@@ -180,33 +199,37 @@ class TemplateFails(GuardedTestCase):
                     group.configure(address, "alone", 0, 1)
                 said = str(caught.exception)
                 failed_s = float(re.findall(r"no such file, at (\d+\.\d+)\.", said)[-1])
-                self.assertLess(time.time() - failed_s, TOLD_S)
+                # an interpreter with torch in it takes seconds for its own end, where the machine is busy
+                self.assertLess(time.time() - failed_s, 5 * TOLD_S)
                 self.assertIn("exited with code 1", said)
                 self.assertIn("ImportError: libfoo.so.3", said)
                 self.assertIsInstance(group.errored(), errors.ChildStartFailed)
             self.assertIn("libfoo.so.3", stderr.read_text())
 
     def test_no_memory(self) -> None:
-        with self.group("main = None\n") as (group, address, _):
-            # before it imports torch, which is most of its memory
-            pid = wait_until(lambda: template._templates[os.getpid()].pid(), "the process is started")
-            resource.prlimit(pid, resource.RLIMIT_AS, (100 << 20, 100 << 20))
-            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-            with self.assertRaises(errors.ChildStartFailed) as caught:
-                group.configure(address, "alone", 0, 1)
-            said = str(caught.exception)
-            self.assertTrue(re.search(r"exited with code \d+|killed by SIG", said), said)
-            self.assertTrue(re.search("emory|map|allocate", said), said)
+        with tempfile.TemporaryDirectory() as folder:
+            python = Path(folder, "python")
+            python.write_text(f'#!/bin/sh\nulimit -c 0\nulimit -v 60000\nexec {sys.executable} "$@"\n')
+            python.chmod(0o755)
+            started = mock.patch.object(sys, "executable", str(python))
+            with started, self.group("main = None\n") as (group, address, _):
+                with self.assertRaises(errors.ChildStartFailed) as caught:
+                    group.configure(address, "alone", 0, 1)
+                said = str(caught.exception)
+                self.assertTrue(re.search(r"exited with code \d+|killed by SIG", said), said)
+                self.assertTrue(re.search("emory|map|alloc", said), said)
 
     def test_it_is_killed_while_it_starts(self) -> None:
         with self.group("import time\ntime.sleep(600)\n") as (group, address, _):
             pid = wait_until(lambda: template._templates[os.getpid()].pid(), "the process is started")
-            os.kill(pid, 9)
+            configured = Waiter(lambda: group.configure(address, "alone", 0, 1))
+            time.sleep(0.2)  # it waits by now; one that comes later gets another template
+            os.kill(pid, signal.SIGKILL)
             killed_s = time.monotonic()
-            with self.assertRaises(errors.ChildStartFailed) as caught:
-                group.configure(address, "alone", 0, 1)
-            self.assertLess(time.monotonic() - killed_s, TOLD_S)
-            self.assertIn("killed by SIGKILL", str(caught.exception))
+            error = configured.join()
+            self.assertIsInstance(error, errors.ChildStartFailed)
+            self.assertLess(configured.over_s - killed_s, TOLD_S)
+            self.assertIn("killed by SIGKILL", str(error))
 
 
 if __name__ == "__main__":

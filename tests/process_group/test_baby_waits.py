@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
-from tests._support import SCALE, WAIT_S, run_python, wait_until
+from tests import load
+from tests._support import SCALE, run_python, wait_until
 from tests.process_group._baby_tools import SOON_S, BabyCase, ProcessGroupBabyGloo, Waiter, child_of, errors, gone
 
+# Before torch 2.7 the group keeps what nobody has looked at.
+KEPT = load("_compat").WORK_LOSES_ITS_PYTHON_HALF
 # Those who wait are told of an abort that soon.
 ABORT_S = 0.1 * SCALE
 
@@ -111,7 +114,8 @@ class Stale(BabyCase):
                     dropper.join()
                 del droppers
                 gc.collect()
-                wait_until(lambda seen=seen: not any(one() for one in seen), "no Work is left")
+                if not KEPT:
+                    wait_until(lambda seen=seen: not any(one() for one in seen), "no Work is left")
                 self.works(team)
 
     def test_they_are_left_at_exit(self) -> None:
@@ -191,6 +195,46 @@ class Times(BabyCase):
             self.assertLess(time.monotonic() - started_s, 0.5 + 1.5 * SOON_S)
             self.assertIsInstance(longer.join(), late)
             self.assertIsInstance(group.errored(), late)
+            self.heals(team)
+
+
+class Interrupts(BabyCase):
+    def test_ctrl_c_ends_a_wait_and_harms_no_op(self) -> None:
+        """In the thread that reads the replies, which is the main one here."""
+        with self.team(2) as team:
+            group, other = team.groups
+            kept = signal.getsignal(signal.SIGINT)
+            self.addCleanup(signal.signal, signal.SIGINT, kept)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for tag in range(20):
+                got = torch.zeros(2)
+                work = group.recv([got], 1, tag)
+                future = work.get_future() if tag % 2 else None
+                killer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+                killer.start()
+                with self.assertRaises(KeyboardInterrupt):
+                    work.wait()
+                killer.join()
+                self.assertFalse(work.is_completed())
+                other.send([torch.full((2,), float(tag))], 0, tag).wait()
+                self.assertTrue(work.wait())
+                self.assertTrue(future is None or future.wait())
+                self.assertEqual(got.tolist(), [float(tag)] * 2)
+            self.assertIsNone(group.errored())
+
+    def test_ctrl_c_ends_configure(self) -> None:
+        with self.team(1) as team:
+            group = team.groups[0]
+            kept = signal.getsignal(signal.SIGINT)
+            self.addCleanup(signal.signal, signal.SIGINT, kept)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            killer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+            killer.start()
+            with self.assertRaises(KeyboardInterrupt):
+                group.configure(team.address(), "alone", 0, 2)
+            killer.join()
+            with self.assertRaises(errors.ChildError):
+                group.allreduce([torch.ones(1)])
             self.heals(team)
 
 
@@ -309,55 +353,6 @@ class Aborts(BabyCase):
                 stop.set()
                 self.assertEqual(errors_seen, [None] * 4)
                 team.configure()
-
-
-class Stopped(BabyCase):
-    """A child that takes nothing any more."""
-
-    def test_ten_thousand_ops(self) -> None:
-        timeout_s = 2 * SCALE
-        with self.team(1, timeout_s=20 * SCALE) as team:
-            group = team.groups[0]
-            group.set_timeout(timeout_s)
-            group.configure(team.address(), "alone", 0, 1)
-            pid = child_of(group)
-            os.kill(pid, signal.SIGSTOP)
-            works, refused = [], 0
-            started_s = time.monotonic()
-            for _ in range(10_000):
-                try:
-                    works.append(group.allreduce([torch.ones(1)]))
-                except errors.DeadlineExceeded:
-                    refused += 1
-            self.assertEqual(len(works) + refused, 10_000)
-            for work in works:
-                with self.assertRaises(errors.DeadlineExceeded):
-                    work.wait()
-            # the limit of the first op, and what it takes to be told of ten thousand
-            self.assertLess(time.monotonic() - started_s, timeout_s + 2 * SOON_S)
-            self.assertGreater(refused, 0)
-            self.assertIsInstance(group.errored(), errors.DeadlineExceeded)
-            gone(pid)
-            group.configure(team.address(), "alone", 0, 1)
-            self.works(team)
-
-    def test_threads_that_issue_and_an_abort(self) -> None:
-        with self.team(1) as team:
-            group = team.groups[0]
-            os.kill(child_of(group), signal.SIGSTOP)
-
-            def issue() -> None:
-                while True:
-                    group.allreduce([torch.ones(1)])
-
-            waiters = [Waiter(issue) for _ in range(4)]
-            time.sleep(0.3)  # by now the pipe is full, and all but one of them wait for the turn
-            aborted_s = time.monotonic()
-            group.abort("it does not listen")
-            for waiter in waiters:
-                self.assertIn("it does not listen", str(waiter.join(WAIT_S)))
-                self.assertLess(waiter.over_s - aborted_s, SOON_S)
-            self.heals(team)
 
 
 if __name__ == "__main__":
