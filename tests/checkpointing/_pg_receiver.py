@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A receiver in an interpreter of its own: ``python -m tests.checkpointing._pg_receiver GROUP STORE_ADDR``.
 
-Prints "up" when it is about to meet the donor, "ready" when the group is up, and "healed" when the state of step 1 is there.
+Prints "up" when it is about to meet the donor, "ready" when the group is up,
+and "healed" when the state of step 1 is there.
 """
 
 from __future__ import annotations
