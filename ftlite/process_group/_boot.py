@@ -28,6 +28,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -98,4 +99,9 @@ def _main(argument: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    try:
+        _main(sys.argv[1])
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an interpreter with torch in it takes one to five seconds for its own end, and somebody waits

@@ -46,6 +46,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -322,6 +323,8 @@ def _apply(request: dict[str, Any]) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s (pid %(process)d): %(message)s")
     logging.getLogger(PACKAGE).setLevel(request["log_level"])
     if torch.get_num_threads() != request["threads"]:  # torch 2.6 makes a pool of threads at once, in 3 to 8 ms
+        # and waits for ever for those that there is no memory for: one that fails here is an error instead
+        threading.Thread(target=int).start()
         torch.set_num_threads(request["threads"])
     # TORCH_DISTRIBUTED_DEBUG, which was read at import
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]

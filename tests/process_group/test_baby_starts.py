@@ -147,9 +147,6 @@ class ChildFails(BabyCase):
 
     def test_no_memory(self) -> None:
         """A limit that the child inherits from the template: it may start, and get no further."""
-        # with more of them torch 2.6 waits in pthreadpool_create, for ever, for threads that could not be created
-        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
         pid = self.template.pid()
         old = resource.prlimit(pid, resource.RLIMIT_AS)
         size = int(re.findall(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) * 1024
@@ -199,8 +196,7 @@ class TemplateFails(GuardedTestCase):
                     group.configure(address, "alone", 0, 1)
                 said = str(caught.exception)
                 failed_s = float(re.findall(r"no such file, at (\d+\.\d+)\.", said)[-1])
-                # an interpreter with torch in it takes seconds for its own end, where the machine is busy
-                self.assertLess(time.time() - failed_s, 5 * TOLD_S)
+                self.assertLess(time.time() - failed_s, TOLD_S)
                 self.assertIn("exited with code 1", said)
                 self.assertIn("ImportError: libfoo.so.3", said)
                 self.assertIsInstance(group.errored(), errors.ChildStartFailed)
