@@ -47,7 +47,7 @@ class Replies:
 
     def __init__(self, receive: Callable[[float], bool]) -> None:
         self._receive = receive
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # which knows its owner; nobody takes it twice
         self._owner = 0
         self._wake = threading.Event()
         self._waited_s = float("-inf")
@@ -74,17 +74,24 @@ class Replies:
         me = threading.get_ident()
         if self._owner == me:
             return self._read_until(op, limit_s)
-        if not self._turn.acquire(blocking=False):
-            return op.wait_for_others(limit_s)
-        self._owner = me
+        has_turn = False
         try:
+            has_turn = self._turn.acquire(blocking=False)
+            if not has_turn:
+                return op.wait_for_others(limit_s)
+            self._owner = me
             return self._read_until(op, limit_s)
+        except BaseException:
+            # Ctrl-C may come in the moment between the two: nobody could ever read again
+            has_turn = has_turn or self._turn._is_owned()  # type: ignore[attr-defined]
+            raise
         finally:
-            self._owner = 0
-            self._turn.release()
-            self._waited_s = time.monotonic()
-            if self._others:
-                self._wake.set()
+            if has_turn:
+                self._owner = 0
+                self._turn.release()
+                self._waited_s = time.monotonic()
+                if self._others:
+                    self._wake.set()
 
     def is_mine(self) -> bool:
         """Whether the calling thread has the turn: it is in a callback."""
