@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import unittest
 import warnings
 from types import ModuleType
 
@@ -22,3 +23,11 @@ PACKAGE = os.environ.get("FTLITE_TEST_PACKAGE") or "ftlite"
 def load(name: str = "") -> ModuleType:
     """Import the package under test, or its module ``name`` ("_errors", "checkpointing._layout")."""
     return importlib.import_module(f"{PACKAGE}.{name}" if name else PACKAGE)
+
+
+def not_in_a_copy() -> None:
+    """Leave the calling module out where a copy inside another package is tested: it takes minutes of kills and
+    waits, none of which depends on where the package lies, and runs against the checkout on every torch.
+    """
+    if "." in PACKAGE:
+        raise unittest.SkipTest("takes minutes, and depends in nothing on where the package lies")

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from tests import load
+from tests import load, not_in_a_copy
 from tests._support import SCALE, wait_until
 from tests.process_group._baby_tools import (
     ENTRY,
@@ -31,6 +31,8 @@ from tests.process_group._baby_tools import (
 )
 from tests.process_group._contract_life import quiet_stderr
 from tests.process_group._ranks import Team
+
+not_in_a_copy()
 
 frames = load("process_group._frames")
 limits = load("process_group._limits")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests import not_in_a_copy
 from tests._support import SCALE, WAIT_S, descriptors, wait_until
 from tests.process_group._baby_tools import (
     SOON_S,
@@ -27,6 +28,8 @@ from tests.process_group._baby_tools import (
     lives,
 )
 from tests.process_group._contract_life import quiet_stderr
+
+not_in_a_copy()
 
 # How a child dies: the signal that does it, and how an error is to say so. ``_baby_entry`` exits upon SIGUSR1.
 DEATHS = {

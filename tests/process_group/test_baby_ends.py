@@ -13,9 +13,11 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-from tests import PACKAGE
+from tests import PACKAGE, not_in_a_copy
 from tests._support import LONG_S, SCALE, GuardedTestCase, child_env, import_roots, run_python, wait_until
 from tests.process_group._template_tools import lives
+
+not_in_a_copy()
 
 # All that a trainer needs; it is no test, and runs without what the tests set up.
 BEGIN = f"""
@@ -249,6 +251,8 @@ time.sleep(600)
 
     def test_an_interrupt_of_the_terminal(self) -> None:
         code = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 groups = two()
 add(*groups)
 late = groups[0].recv([torch.ones(1)], 1, 5)
@@ -269,9 +273,14 @@ except KeyboardInterrupt:
             text=True,
             start_new_session=True,
         )
-        pids = json.loads(trainer.stdout.readline())
-        os.killpg(trainer.pid, signal.SIGINT)
-        self.assertEqual(trainer.communicate(timeout=LONG_S / 4), ("alive\n", ""))
+        try:
+            pids = json.loads(trainer.stdout.readline())
+            os.killpg(trainer.pid, signal.SIGINT)
+            said = trainer.communicate(timeout=LONG_S / 4)
+        finally:
+            trainer.kill()
+            trainer.communicate()
+        self.assertEqual(said, ("alive\n", ""))
         self.assertEqual((trainer.returncode, [pid for pid in pids if lives(pid)]), (0, []))
 
 

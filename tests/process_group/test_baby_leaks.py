@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from tests import not_in_a_copy
 from tests._support import SCALE, Holdings, children, wait_until
 from tests.process_group._baby_tools import BabyCase, ProcessGroupBabyGloo, Waiter, child_of, errors, gone
+
+not_in_a_copy()
 
 ROUNDS = 100
 # What the memory of a process may grow by in that many rounds: the allocator's own to and fro.

@@ -18,9 +18,11 @@ from unittest import mock
 
 import torch
 
-from tests import load
+from tests import load, not_in_a_copy
 from tests._support import LONG_S, SCALE, WAIT_S, child_env, descriptors, requires_root, wait_until
 from tests.process_group._baby_tools import BabyCase, child_of, errors
+
+not_in_a_copy()
 
 arena = load("process_group._arena")
 

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import not_in_a_copy
 from tests._support import SCALE, WAIT_S, wait_until
 from tests.process_group._baby_tools import BabyCase, Waiter, child_of, errors, lives
+
+not_in_a_copy()
 
 COUNT = 200
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from tests import load
+from tests import load, not_in_a_copy
 from tests._support import SCALE, run_python, wait_until
 from tests.process_group._baby_tools import SOON_S, BabyCase, ProcessGroupBabyGloo, Waiter, child_of, errors, gone
+
+not_in_a_copy()
 
 # Before torch 2.7 the group keeps what nobody has looked at.
 KEPT = load("_compat").WORK_LOSES_ITS_PYTHON_HALF
