@@ -60,10 +60,3 @@ def storage_ipc(kind: str) -> tuple[Any, Any, Any] | None:
     if None in (share, new, release) or not hasattr(getattr(torch, kind, None), "ipc_collect"):
         return None
     return share, new, release
-
-
-# ProcessGroupGloo(store, rank, size, timeout) enters its object into pybind's table without the GIL: when another
-# thread makes or drops any of torch's objects at that moment, the process ends by an abort ("Tried to deallocate
-# unregistered instance"). Seen with 2.6, not with 2.13; the constructor that takes options does not. (TCPStore's does,
-# and has no other.) Goes when 2.13 is the oldest.
-GLOO_CONSTRUCTOR_RACES = TORCH < (2, 13)

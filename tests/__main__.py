@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the tests and count them: ``python -m tests [--pure] [MODULE ...]``.
+"""Run the tests and count them: ``python -m tests [--pure] [--jobs N] [MODULE ...]``.
 
 By default every test module runs, those under ``tests.interop`` aside; ``python -m unittest discover -t . -s
 tests`` runs the same. ``--pure`` runs what can run where torch is not installed, and names what it leaves out.
@@ -13,26 +13,9 @@ import importlib
 import importlib.util
 import os
 import sys
-import unittest
 from pathlib import Path
 
-
-class CountingResult(unittest.TextTestResult):
-    """Counts what passed, which unittest does not."""
-
-    passed = 0
-
-    def addSuccess(self, test: unittest.TestCase) -> None:
-        super().addSuccess(test)
-        self.passed += 1
-
-    def addExpectedFailure(self, test: unittest.TestCase, err: object) -> None:
-        super().addExpectedFailure(test, err)
-        self.passed += 1
-
-    def counts(self) -> tuple[int, int, int]:
-        failed = len(self.failures) + len(self.errors) + len(self.unexpectedSuccesses)
-        return self.passed, failed, len(self.skipped)
+from ._run import run, run_apart
 
 
 def module_names() -> list[str]:
@@ -53,35 +36,12 @@ def needs_torch(name: str) -> bool:
     return False
 
 
-class LeftOut(unittest.TestCase):
-    """The place of a module that raised SkipTest when it was imported."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__("runTest")
-        self.name = name
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.name
-
-    def runTest(self) -> None:
-        self.skipTest(self.reason)
-
-
-def load_all(names: list[str]) -> unittest.TestSuite:
-    """The tests of the modules ``names``."""
-    found = unittest.TestSuite()
-    for name in names:
-        try:
-            found.addTest(unittest.defaultTestLoader.loadTestsFromName(name))
-        except unittest.SkipTest as reason:
-            found.addTest(LeftOut(name, str(reason)))
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description="Run the tests and count them.")
     parser.add_argument("--pure", action="store_true", help="run without torch what needs none")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="in so many processes, each a module at a time"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="name every test")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="tests.test_errors, ... (default: all)")
     arguments = parser.parse_args()
@@ -92,21 +52,16 @@ def main() -> int:
         left_out = [name for name in names if needs_torch(name)]
         names = [name for name in names if name not in left_out]
         print("left out, for they need torch:", ", ".join(left_out) or "none", file=sys.stderr)
-    runner = unittest.TextTestRunner(
-        resultclass=CountingResult,
-        verbosity=2 if arguments.verbose else 1,
-        warnings=None if sys.warnoptions else "default",
-    )
-    result = runner.run(load_all(names))
-    passed, failed, skipped = result.counts()
-    for test, reason in result.skipped:
-        print(f"skipped: {test}: {reason}", file=sys.stderr)
-    print(f"{passed} passed, {failed} failed, {skipped} skipped", file=sys.stderr)
+    verbosity = 2 if arguments.verbose else 1
+    counts = run(names, verbosity) if arguments.jobs == 1 else run_apart(names, verbosity, arguments.jobs)
+    for line in counts.skips:
+        print(f"skipped: {line}", file=sys.stderr)
+    print(counts, file=sys.stderr)
     if counts_file := os.environ.get("FTLITE_TEST_COUNTS"):
         with open(counts_file, "a", encoding="utf-8") as file:
-            file.write(f"{passed} {failed} {skipped}\n")
+            file.write(f"{counts.passed} {counts.failed} {len(counts.skips)}\n")
     # no test at all is no success
-    return 0 if result.wasSuccessful() and passed else 1
+    return 0 if counts.passed and not counts.failed else 1
 
 
 if __name__ == "__main__":

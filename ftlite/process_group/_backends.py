@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .._compat import GLOO_CONSTRUCTOR_RACES
 from .._errors import StateError, UnsupportedOp
 from ._ops import c10d
 
@@ -77,10 +76,7 @@ def new_gloo(
     """
     limit = timedelta(seconds=max(timeout_s, _SHORTEST_S))
     try:
-        if GLOO_CONSTRUCTOR_RACES:
-            backend = c10d.ProcessGroupGloo(store, rank, size, _gloo_options(limit))
-        else:
-            backend = c10d.ProcessGroupGloo(store, rank, size, limit)
+        backend = c10d.ProcessGroupGloo(store, rank, size, _gloo_options(limit))
     except RuntimeError as error:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         if interface is None or "find address" not in str(error):
@@ -98,14 +94,40 @@ def new_gloo(
 
 
 def _gloo_options(limit: timedelta) -> Any:
-    """What torch's other constructor makes of a timeout and the environment."""
+    """What torch's other constructor makes of a timeout and the environment.
+
+    That one enters its object into pybind's table without the GIL, in torch 2.6 at least: when another thread makes or
+    drops any of torch's objects at that moment, the process aborts ("Tried to deallocate unregistered instance").
+    """
     cls = c10d.ProcessGroupGloo
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = cls._Options()
-    made._devices = [cls.create_device(interface=name) for name in interfaces] or [cls.create_default_device()]
+    with _threads_that_wait():
+        made._devices = [cls.create_device(interface=name) for name in interfaces] or [cls.create_default_device()]
     made._threads = 2 * len(made._devices)  # torch's own number
     made._timeout = limit
     return made
+
+
+@contextlib.contextmanager
+def _threads_that_wait() -> Iterator[None]:
+    """Threads started in here interrupt no other when they wake, but wait for a free core, or for their share of one.
+
+    A device of Gloo's has a thread that polls its sockets, and one of the two holds the lock that the other needs
+    while it writes. Where all cores are busy, the poller interrupts the very write that woke it, and polls in vain
+    until that goes on: half of the time of a small op. The scheduler's policy for batches is this and no more
+    (sched(7)). A thread has the policy of the one that starts it.
+    """
+    changed = False
+    with contextlib.suppress(OSError, AttributeError):  # a sandbox may refuse, and only Linux has it: slower, no more
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # of this thread; what somebody has chosen stays
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
+    try:
+        yield
+    finally:
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _make_gloo(store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]) -> Any:

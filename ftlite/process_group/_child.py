@@ -63,12 +63,16 @@ _SURE_DTYPES = frozenset(
 _SURE_REDUCTIONS = frozenset({c10d.ReduceOp.SUM, c10d.ReduceOp.PRODUCT, c10d.ReduceOp.MIN, c10d.ReduceOp.MAX})
 # That is with one element and one rank: there is nobody to wait for.
 _PROBE_S = 10.0
+# torch looks up the name of every address that it connects to, and the C library asks again after 5 s, twice. On a
+# network that loses packets that is a group's whole limit; sooner and more often takes no longer in all.
+_RESOLVER = "timeout:1 attempts:5"
 # A shutdown lets the device finish: so long, of the 0.3 s that the trainer gives it.
 _FINISH_S = 0.1
 
 
 def main(end: socket.socket) -> int:
     """Serve the trainer at the other side of ``end`` until it has no more to say; the exit code."""
+    os.environ.setdefault("RES_OPTIONS", _RESOLVER)
     return _Child(Pipe(end, _WRITE_LIMIT_S)).run()
 
 

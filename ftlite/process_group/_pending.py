@@ -40,23 +40,14 @@ class Pending:
         self._ledger = ledger
         self._replies = replies
         self._is_free = is_free
-        self._watched: set[int] = set()  # of which somebody is told by whoever reads
         self._due: deque[Settle] = deque()
         self._writing = threading.RLock()  # held while results are written
         self._ended = threading.Condition(lock)
         self._waiting = 0  # for memory
 
-    def watch(self, work: ChildWork) -> None:
-        """Somebody wants to be told of the end of ``work`` who will not read for it."""
-        with self._lock:
-            if work.op_id in self.works:
-                self._watched.add(work.op_id)
-                self._replies.tell(len(self._watched))
-
     def until_ended(self, work: ChildWork, limit_s: float) -> bool:
         """Wait until somebody has noticed the end of ``work``; whether one has, within ``limit_s`` seconds."""
         with self._lock:
-            self.watch(work)
             self._waiting += 1
             try:
                 return self._ended.wait_for(lambda: work.has_ended, limit_s)
@@ -121,6 +112,3 @@ class Pending:
         work.let_go()
         with self._lock:
             del self.works[effect.op_id]
-            if effect.op_id in self._watched:
-                self._watched.discard(effect.op_id)
-                self._replies.tell(len(self._watched))

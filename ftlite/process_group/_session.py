@@ -2,7 +2,7 @@
 """One child during one epoch, as the trainer holds it: issues ops, reads replies, settles what was issued.
 
     issue:   lend the tensors -> submit to the link -> send        (one thread at a time, in the order of op ids)
-    replies: receive -> link -> take results back, settle          (whoever has the turn, see ``_replies``)
+    replies: receive -> link -> take results back, settle          (the reader's thread, see ``_replies``)
 
 What happens next is decided by the pure ``Link`` and performed by ``_perform``, here and nowhere else.
 
@@ -49,7 +49,7 @@ _REPORT_S = 0.2
 _LEAVE_S = 0.3
 # A killed process is gone at once, unless it waits for a device that does not answer; its memory is then given up.
 _DEATH_S = 1.0
-# A callback that has the turn and wants to issue looks so often whether it can; meanwhile it reads.
+# A callback that wants to issue looks so often whether it can; meanwhile it reads.
 _LOOK_S = 0.005
 # Idle memory is given back after ten times as long; a look takes 10 us.
 _CHORES_S = 1.0
@@ -71,7 +71,7 @@ class Session:
         self.owner = Owner()
         self.replies = Replies(self._receive)
         self._lock = threading.RLock()
-        self._issuing = threading.RLock()  # who waits for memory reads replies, and a callback may issue
+        self._issuing = threading.RLock()  # a callback may issue while its thread waits for memory
         self._link = _link.Link(configure)
         self._ledger = Lenders(arena, exports, self._lock, self._keep_reading, self.backend)
         self.pending = Pending(self._lock, self._ledger, self.replies, lambda: not self._is_over() or self._dead)
@@ -214,7 +214,7 @@ class Session:
                 self._link.submit(attempted, 0, (), (), 0.0)
 
     def _keep_reading(self) -> Callable[[float], object] | None:
-        """In a callback, which has the turn, what to do instead of waiting; None in other threads."""
+        """In a callback, what to do instead of waiting for replies; None in other threads."""
         return self._read_on if self.replies.is_mine() else None
 
     def _read_on(self, wait_s: float) -> None:
@@ -324,7 +324,7 @@ class Session:
     def _receive(self, wait_s: float) -> bool:
         """Wait for one message, for the next limit of an op, or ``wait_s`` seconds, and do what it asks for.
 
-        Returns whether there can be more. For whoever has the turn.
+        Returns whether there can be more. For the reader.
         """
         if self._ended:
             return False

@@ -36,14 +36,13 @@ class ChildWork(OpWork):
     def until_over(self, limit_s: float) -> bool:
         """Wait until it has ended, for its memory; whether it has, within ``limit_s`` seconds.
 
-        Its callbacks are not waited for: one may be waiting to issue an op, in the turn of the thread that calls this.
+        Its callbacks are not waited for: one may be waiting to issue an op, which this thread holds up.
         """
         session = self._session
         return session is None or self._wait_for(_Memory(self, session), session, limit_s)
 
-    def wait_for_others(self, limit_s: float) -> bool:
-        """Wait until another thread has settled it; whether it has, within ``limit_s`` seconds."""
-        self._start()
+    def wait_for_reader(self, limit_s: float) -> bool:
+        """Wait until the reader has settled it; whether it has, within ``limit_s`` seconds."""
         return self._over.wait(limit_s)
 
     def references(self) -> list[tuple[Any, ...]]:
@@ -64,7 +63,6 @@ class ChildWork(OpWork):
         session = self._session
         if session is not None and not self.is_over():
             session.owner.require(self._what)
-            session.pending.watch(self)
 
     def _await(self, limit_s: float, slack_s: float) -> None:
         deadline = Deadline(limit_s)
@@ -91,6 +89,6 @@ class _Memory:
         """Whether it has ended."""
         return self._work.has_ended
 
-    def wait_for_others(self, limit_s: float) -> bool:
-        """Wait until another thread has noticed that; whether one has, within ``limit_s`` seconds."""
+    def wait_for_reader(self, limit_s: float) -> bool:
+        """Wait until the reader has noticed that; whether it has, within ``limit_s`` seconds."""
         return self._pending.until_ended(self._work, limit_s)

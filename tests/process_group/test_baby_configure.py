@@ -36,7 +36,6 @@ not_in_a_copy()
 
 frames = load("process_group._frames")
 limits = load("process_group._limits")
-replies = load("process_group._replies")
 
 # What configure() may take with a template that is warm, the wait for others left out.
 CONFIGURE_S = 0.1 * SCALE
@@ -324,30 +323,6 @@ class Pieces(unittest.TestCase):
         self.assertLess(len(made._heap), 1000)
         found = [made.pop_due(6.0) for _ in range(6)]
         self.assertEqual(found, [*sorted(range(99_995, 100_000), key=lambda op_id: (op_id % 7, op_id)), None])
-
-    def test_an_interrupt_as_a_wait_takes_its_turn(self) -> None:
-        class Interrupted:
-            """A lock whose next acquire is the last thing before Ctrl-C is noticed."""
-
-            def __init__(self, lock: Any) -> None:
-                self.lock = lock
-
-            def acquire(self, blocking: bool = True) -> bool:
-                self.lock.acquire(blocking)
-                raise KeyboardInterrupt
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.lock, name)
-
-        made = replies.Replies(lambda wait_s: False)
-        turn = made._turn
-        made._turn = Interrupted(turn)
-        with self.assertRaises(KeyboardInterrupt):
-            made.wait(mock.Mock(), 1.0)
-        made._turn = turn
-        other = Waiter(made.read)  # another thread gets it
-        self.assertIsNone(other.join())
-        self.assertFalse(made.is_mine())
 
     def test_frames(self) -> None:
         try:

@@ -87,7 +87,6 @@ class Order(FakeCase):
         received, reduced = self.tensor(0.0), self.tensor(3.0)
         first = self.issue("recv", [received], 0, 0)
         second = self.issue("allreduce", reduced)
-        first.wait_for_others(0)
         second.wait()
         self.device.finish()
         self.assertEqual((self.values(received), self.values(reduced)), ([0.0], [6.0]))
