@@ -199,13 +199,13 @@ class _Child:
             pair = self._devices.pair(message.pair)
             with self._devices.entered(pair):
                 running.values, running.options = self._arguments(op, message, pair)
-                tensors = next(walk(op, running.values), None)
-                if tensors is not None and op.name in backend.host_only:
+                tensors = walk(op, running.values)
+                if tensors and op.name in backend.host_only:
                     raise UnsupportedOp(
                         f"{backend.name} can {op.name} tensors on the CPU only", backend=backend.name, op=op.name
                     )
                 running.work = call(op, self._group, running.values, running.options)
-            if backend.queues and tensors is not None:  # without any it is a barrier, which is for the host
+            if backend.queues and tensors:  # without any it is a barrier, which is for the host
                 self._devices.finish(running.work, pair, None)
                 queued = Queued(running.work, pair)
         except ProtocolError:

@@ -95,14 +95,14 @@ class Devices:
             self._drop(message.number)
             return
         try:
-            one = self._use(message.kind, message.index)
+            one = self._use(message.kind, message.device)
             if isinstance(message, says.DeviceMemory):
-                storage = one.open(message.index, message.handle, message.nbytes, message.offset)
+                storage = one.open(message.device, message.handle, message.nbytes, message.offset)
                 self._memory[message.number] = message.kind, storage
             else:
-                ready = one.open_event(message.index, message.ready)
-                done = one.open_event(message.index, message.done)
-                self._pairs[message.number] = _Pair(one, ready, done, one.new_stream(message.index))
+                ready = one.open_event(message.device, message.ready)
+                done = one.open_event(message.device, message.done)
+                self._pairs[message.number] = _Pair(one, ready, done, one.new_stream(message.device))
         except Exception as error:
             table: dict[int, Any] = self._memory if isinstance(message, says.DeviceMemory) else self._pairs
             table[message.number] = error

@@ -3,45 +3,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from . import _messages as says
 
 __all__ = ["Configured", "Effect", "Kill", "Released", "Send", "Settle"]
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Write ``message`` to the child."""
 
     message: says.Message
 
 
-@dataclass(frozen=True, slots=True)
-class Configured:
+class Configured(NamedTuple):
     """The one answer to ``configure``: None, the group is up; or why it never will be."""
 
     outcome: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(NamedTuple):
     """The one answer to the op ``op_id``: None, it is done; or why not."""
 
     op_id: int
     outcome: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(NamedTuple):
     """Kill the child at once; ``reason`` is for the log."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(NamedTuple):
     """The child has the device memory ``number`` open no more."""
 
     number: int

@@ -30,7 +30,7 @@ from ._backends import new_gloo
 from ._epoch import Epoch
 from ._interface import ProcessGroup
 from ._native import NativeWork, Pairs, explained, has_future, stage
-from ._ops import FIELDS, Op, c10d, call, options_from_fields, options_to_fields, replace, results, walk
+from ._ops import FIELDS, Op, arrange, c10d, call, options_from_fields, options_to_fields, results, walk
 from ._probe import Probe
 from ._staging import alias, plain
 from ._store import create_store_client
@@ -152,7 +152,7 @@ class InProcessGroup(ProcessGroup):
         pairs: Pairs = []
         try:
             if sure:  # an alias: the user may resize the tensor while the op runs
-                staged = replace(op, values, lambda _, tensor: alias(tensor))
+                staged = arrange(op, values, (alias(tensor) for _, tensor in walk(op, values)))
             else:
                 self._require_taken(op, tensors, options)
                 staged, pairs = stage(op, values, self.backend_name)

@@ -67,10 +67,12 @@ class Lenders:
             UnsupportedOp: one of them cannot be handed over.
         """
         what = f"{op.name} on {self._backend}"
-        kinds = {tensor.device.type for _, tensor in walk(op, values)} or {self._home}
-        if kinds == {"cpu"}:
-            views = lendable(op, values, self._backend)
+        tensors = walk(op, values)
+        places = [tensor.is_cpu for _, tensor in tensors] or [self._home == "cpu"]
+        if False not in places:
+            views = lendable(op, tensors, self._backend)
             return ChildWork(session, what, deadline, results(op, values)), views
+        kinds = {tensor.device.type for _, tensor in tensors} or {self._home}
         if len(kinds) > 1:
             raise UnsupportedOp(
                 f"{op.name}: the tensors are on {' and '.join(sorted(kinds))}; move them to one device",
@@ -78,7 +80,7 @@ class Lenders:
                 op=op.name,
             )
         accelerator = self._exports.of(kinds.pop()).accelerator
-        views = [(direction, self._view(op, tensor)) for direction, tensor in walk(op, values)]
+        views = [(direction, self._view(op, tensor)) for direction, tensor in tensors]
         return DeviceWork(session, what, deadline, results(op, values), accelerator), views
 
     def lend(self, op: ChildWork, views: Views, deadline: Deadline) -> int:

@@ -23,7 +23,7 @@ from . import _messages as says
 from ._arena import Arena, Slot
 from ._inflight import NOTHING, InFlight, Relation
 from ._mapping import dtype_code
-from ._ops import Direction, Op, walk
+from ._ops import Direction, Op
 from ._staging import alias, copy_bytes, pack, plain, require_memory, stageable, unpack
 
 __all__ = ["Borrower", "Ledger", "Lent", "lendable"]
@@ -35,12 +35,12 @@ class Loan:
     The newest of them that ends well brings the result back.
     """
 
-    __slots__ = ("holds_result", "key", "kind", "slot", "users", "writers")
+    __slots__ = ("holds_result", "key", "slot", "users", "view", "writers")
 
-    def __init__(self, slot: Slot, key: tuple[int, int], kind: tuple[Any, ...]) -> None:
+    def __init__(self, slot: Slot, key: tuple[int, int], view: torch.Tensor) -> None:
         self.slot = slot
         self.key = key  # the addresses of the user's memory
-        self.kind = kind
+        self.view = view  # and how the first op that it was lent to saw that
         self.users = 1
         self.writers: list[int] = []
         self.holds_result = False  # which was left there because a newer op was to bring its own
@@ -134,7 +134,7 @@ class Ledger:
                     raise
             else:
                 break
-            self._await_room(sum(view.numel() * view.element_size() for _, view in views), deadline)
+            self._await_room(sum(view.nbytes for _, view in views), deadline)
         with self._lock:
             for lent in op.lent:
                 if lent.loan is not None and lent.writes:
@@ -250,7 +250,7 @@ class Ledger:
     ) -> list[Borrower]:
         """Which ops have to be over before this one can be lent its memory."""
         fits = not relation.partial and all(
-            loan is None or loan.kind == _kind(view) for loan, (_, view) in zip(loans, views)
+            loan is None or _kind(loan.view) == _kind(view) for loan, (_, view) in zip(loans, views)
         )
         # the child can be told of one op to follow; of several, the older ones are waited for here
         tickets = relation.same[:-1] if fits else (*relation.same, *relation.partial)
@@ -267,7 +267,7 @@ class Ledger:
         writes = direction != "in"
         if loan is not None:
             return Lent(view, writes, is_plain, loan.slot.segment, loan.slot.offset, loan)
-        nbytes = view.numel() * view.element_size()
+        nbytes = view.nbytes
         place = (self._arena.find(view) or self._arena.adopt(view)) if is_plain and nbytes else None
         if place is not None:
             return Lent(view, writes, is_plain, *place, None)
@@ -282,7 +282,7 @@ class Ledger:
         except BaseException:
             self._arena.give(slot)
             raise
-        loan = Loan(slot, key, _kind(view))
+        loan = Loan(slot, key, view)
         with self._lock:
             self._loans[key] = loan
         return Lent(view, writes, is_plain, slot.segment, slot.offset, loan)
@@ -310,14 +310,16 @@ def _no_replies() -> None:
 _NOW = Deadline(0.0)  # to try once
 
 
-def lendable(op: Op, values: list[Any], backend: str) -> list[tuple[Direction, torch.Tensor]]:
-    """The tensors of ``op`` as they are lent, in order.
+def lendable(
+    op: Op, tensors: list[tuple[Direction, torch.Tensor]], backend: str
+) -> list[tuple[Direction, torch.Tensor]]:
+    """The tensors of ``op``, as ``walk`` gives them, as they are lent.
 
     Raises:
         UnsupportedOp: one of them cannot be handed over.
     """
     views = []
-    for direction, tensor in walk(op, values):
+    for direction, tensor in tensors:
         if not stageable(tensor):
             raise UnsupportedOp(
                 f"{op.name}: the {backend} child takes strided CPU tensors, and this one is {tensor.layout} on "
@@ -333,7 +335,7 @@ def _span(view: torch.Tensor, is_plain: bool) -> tuple[int, int]:
     """The addresses that ``view`` lies between: first byte, and the one after its last."""
     start = view.data_ptr()
     if is_plain:
-        return start, start + view.numel() * view.element_size()
+        return start, start + view.nbytes
     if not view.numel():
         return start, start
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride()))

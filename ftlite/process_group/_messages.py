@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the trainer and a child say to each other: typed here, frames of builtins on the pipe.
 
-- A message is a frozen dataclass on either side only. What crosses is ``(number, *fields)``, where the number
+- A message is a named tuple on either side only. What crosses is ``(number, *fields)``, where the number
   is the place in ``MESSAGES``: both sides run the same files, and a class that crossed by its name would have
   the child import the package that a copy of this one lies in, with whatever that import does.
 - A frame is read by an unpickler that knows no class, and every field is checked before a message is made of
@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .._errors import ProtocolError
 from ._fields import CHECKS, INT_LIMIT
@@ -47,7 +44,6 @@ __all__ = [
     "RunOnDevice",
     "Segment",
     "Unsupported",
-    "as_tuples",
     "decode",
     "encode",
 ]
@@ -55,8 +51,7 @@ __all__ = [
 # --- trainer to child ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Configure:
+class Configure(NamedTuple):
     """Make the backend and meet the other ranks; answered by Ready or ConfigureFailed."""
 
     epoch: int
@@ -68,8 +63,7 @@ class Configure:
     global_ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Start the collective number ``op``; once ``after`` (an op id, -1: none) is done. Answered when it is done."""
 
     op_id: int
@@ -80,53 +74,47 @@ class Run:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Memory of ``nbytes`` that later messages call ``number``; its descriptor follows."""
 
     number: int
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropSegment:
+class DropSegment(NamedTuple):
     """The memory ``number`` is not used any more."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class DeviceMemory(NamedTuple):
     """Memory of ``nbytes`` on a device that later messages call ``number``; what torch opens it by."""
 
     number: int
     kind: str
-    index: int
+    device: int
     handle: bytes
     nbytes: int
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropMemory:
+class DropMemory(NamedTuple):
     """The device memory ``number`` is not used any more; answered by Dropped."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceEvents:
+class DeviceEvents(NamedTuple):
     """Two events on a device that later messages call ``number``; what torch opens them by."""
 
     number: int
     kind: str
-    index: int
+    device: int
     ready: bytes
     done: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RunOnDevice:
+class RunOnDevice(NamedTuple):
     """As Run, once the first of the events ``pair`` has fired; answered when it is queued, the second one behind it."""
 
     op_id: int
@@ -137,30 +125,26 @@ class RunOnDevice:
     pair: int
 
 
-@dataclass(frozen=True, slots=True)
-class Bye:
+class Bye(NamedTuple):
     """The last message: end."""
 
 
 # --- child to trainer ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """The first message: the child's loop runs."""
 
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """The backend of ``epoch`` is up."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigureFailed:
+class ConfigureFailed(NamedTuple):
     """The backend did not come up; what was raised, as text."""
 
     type: str
@@ -168,15 +152,13 @@ class ConfigureFailed:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """The op is done and its results lie in the memory that it named."""
 
     op_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpFailed:
+class OpFailed(NamedTuple):
     """The op raised, as text; ``broken``: and nothing else of this backend will work."""
 
     op_id: int
@@ -186,8 +168,7 @@ class OpFailed:
     broken: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(NamedTuple):
     """The child cannot go on, whatever it was doing; what was raised, as text."""
 
     type: str
@@ -195,23 +176,20 @@ class Broken:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unsupported:
+class Unsupported(NamedTuple):
     """The backend cannot do this op, and said so before it began."""
 
     op_id: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(NamedTuple):
     """The device memory ``number`` is not open here any more."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """What the child is at now, for the text of an error."""
 
     text: str
@@ -262,26 +240,8 @@ MESSAGES: tuple[type[Message], ...] = (
 )
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function from a message to its fields as a tuple; attrgetter makes one of two names or more only."""
-    if not names:
-        return lambda message: ()
-    if len(names) == 1:
-        one = attrgetter(names[0])
-        return lambda message: (one(message),)
-    return attrgetter(*names)
-
-
-_NAMES = tuple(tuple(field.name for field in fields(message)) for message in MESSAGES)
-_FIELDS = {
-    message: (number, _getter(names)) for number, (message, names) in enumerate(zip(MESSAGES, _NAMES, strict=True))
-}
-_RULES = tuple(tuple(CHECKS[name] for name in names) for names in _NAMES)
-
-
-def as_tuples(value: Any) -> Any:
-    """Lists as tuples, all the way down: what a message holds."""
-    return tuple(as_tuples(each) for each in value) if isinstance(value, list) else value
+_NUMBERS = {message: number for number, message in enumerate(MESSAGES)}
+_RULES = tuple(tuple(CHECKS[name] for name in message._fields) for message in MESSAGES)
 
 
 class _Builtins(pickle.Unpickler):
@@ -293,8 +253,7 @@ class _Builtins(pickle.Unpickler):
 
 def encode(message: Message) -> bytes:
     """The frame that says ``message``. Its fields are trusted here: the other side checks them."""
-    number, get = _FIELDS[type(message)]
-    return pickle.dumps((number, *get(message)), 5)
+    return pickle.dumps((_NUMBERS[type(message)], *message), 5)
 
 
 def decode(data: bytes) -> Message:
@@ -318,8 +277,8 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"{message.__name__} came with {len(values)} fields and has {len(rules)}")
     for place, rule in enumerate(rules):
         if not rule(values[place]):
-            raise _misfit(message, _NAMES[number][place], values[place])
-    return message(*values)
+            raise _misfit(message, message._fields[place], values[place])
+    return message._make(values)
 
 
 def _misfit(message: type[Message], name: str, value: object) -> ProtocolError:

@@ -23,7 +23,7 @@ from torch.distributed import Work
 from .._deadline import Deadline
 from .._errors import UnsupportedOp
 from ._handle import OpWork
-from ._ops import Op, replace, walk
+from ._ops import Op, arrange, walk
 from ._staging import alias, pack, plain, stageable, unpack
 
 __all__ = ["NativeWork", "Pairs", "explained", "has_future", "stage", "until_ended"]
@@ -93,7 +93,7 @@ def stage(op: Op, values: Sequence[Any], backend: str) -> tuple[list[Any], Pairs
             pairs.append((packed, alias(tensor)))
         return packed
 
-    return replace(op, values, one), pairs
+    return arrange(op, values, (one(*each) for each in walk(op, values))), pairs
 
 
 def until_ended(native: Work | None) -> None:

@@ -9,9 +9,10 @@ read from the same file, so entries are only ever appended. Nothing here has sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,11 +26,11 @@ __all__ = [
     "OPS",
     "Op",
     "Param",
+    "arrange",
     "call",
     "normalise",
     "options_from_fields",
     "options_to_fields",
-    "replace",
     "results",
     "walk",
 ]
@@ -279,36 +280,38 @@ def _own_class(op: Op, cls: type, value: Any, copy: bool = False) -> Options:
 # --- tensors ---------------------------------------------------------------------------------------------
 
 
-def walk(op: Op, values: Sequence[Value]) -> Iterator[tuple[Direction, torch.Tensor]]:
+def walk(op: Op, values: Sequence[Value]) -> list[tuple[Direction, torch.Tensor]]:
     """Every tensor of normalised ``values`` with its direction, in order."""
-    for param, value in zip(op.params, values):
-        if param.direction is None:
-            continue
-        if param.kind == "tensor":
-            yield param.direction, value
-        elif param.kind == "tensors":
-            for tensor in value:
-                yield param.direction, tensor
-        else:
-            for row in value:
-                for tensor in row:
-                    yield param.direction, tensor
-
-
-def replace(op: Op, values: Sequence[Value], make: Callable[[Direction, torch.Tensor], Any]) -> list[Value]:
-    """``values`` with ``make(direction, tensor)`` in the place of each tensor, in the order of ``walk``."""
-    made: list[Value] = []
+    found: list[tuple[Direction, torch.Tensor]] = []
     for param, value in zip(op.params, values):
         direction = param.direction
         if direction is None:
-            made.append(value)
-        elif param.kind == "tensor":
-            made.append(make(direction, value))
+            continue
+        if param.kind == "tensor":
+            found.append((direction, value))
         elif param.kind == "tensors":
-            made.append([make(direction, tensor) for tensor in value])
+            found += [(direction, tensor) for tensor in value]
         else:
-            made.append([[make(direction, tensor) for tensor in row] for row in value])
-    return made
+            found += [(direction, tensor) for row in value for tensor in row]
+    return found
+
+
+def arrange(op: Op, values: Sequence[Value], made: Iterator[Any], hold: type = list) -> list[Value]:
+    """``values`` with what comes out of ``made`` in the places of their tensors, in the order of ``walk``.
+
+    ``hold`` is what lists become: list or tuple.
+    """
+    arranged: list[Value] = []
+    for param, value in zip(op.params, values):
+        if param.kind == "tensors":
+            arranged.append(hold(islice(made, len(value))))
+        elif param.kind == "tensor":
+            arranged.append(next(made))
+        elif param.kind == "tensor_lists":
+            arranged.append(hold([hold(islice(made, len(row))) for row in value]))
+        else:
+            arranged.append(value if param.kind == "int" else hold(value))
+    return arranged
 
 
 def results(op: Op, values: Sequence[Value]) -> list[Any]:
@@ -336,6 +339,8 @@ def call(op: Op, group: Any, values: Sequence[Value], options: Options) -> Any:
 
 _UNSET_MS = -1  # what torch's options hold for "the group's timeout"
 _MILLISECOND = timedelta(milliseconds=1)
+_UNSET = _UNSET_MS * _MILLISECOND
+_PREMUL_SUM = int(c10d.ReduceOp.PREMUL_SUM)
 
 
 def options_to_fields(options: Options) -> tuple[Any, ...]:
@@ -350,7 +355,7 @@ def options_to_fields(options: Options) -> tuple[Any, ...]:
     """
     if options is None:
         return ()
-    return tuple(_to_builtin(field, getattr(options, field, None)) for field in FIELDS[type(options).__name__])
+    return tuple([_to_builtin(field, getattr(options, field, None)) for field in FIELDS[type(options).__name__]])
 
 
 def options_from_fields(name: str | None, fields: Sequence[Any]) -> Options:
@@ -365,14 +370,14 @@ def options_from_fields(name: str | None, fields: Sequence[Any]) -> Options:
 
 
 def _to_builtin(field: str, value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int)):
+    if value is None or isinstance(value, int):
         return value
     if field == "timeout":
-        return max(_UNSET_MS, round(value / _MILLISECOND))
+        return _UNSET_MS if value == _UNSET else max(_UNSET_MS, round(value / _MILLISECOND))
     if field == "reduceOp":
-        kind = value.op
-        if kind != c10d.ReduceOp.PREMUL_SUM:
-            return int(kind)
+        kind = int(value.op)
+        if kind != _PREMUL_SUM:
+            return kind
         factor = getattr(value, "factor", None)
         if not isinstance(factor, float):
             raise UnsupportedOp(
@@ -380,7 +385,7 @@ def _to_builtin(field: str, value: Any) -> Any:
                 "and reduce it by SUM (a float factor crosses where this torch lets it be read)",
                 op="PREMUL_SUM",
             )
-        return int(kind), factor
+        return kind, factor
     return str(value) if field == "device" else tuple(value)
 
 

@@ -41,7 +41,7 @@ class Pending:
         self._replies = replies
         self._is_free = is_free
         self._due: deque[Settle] = deque()
-        self._writing = threading.RLock()  # held while results are written
+        self.writing = threading.RLock()  # held while results are written
         self._ended = threading.Condition(lock)
         self._waiting = 0  # for memory
 
@@ -54,15 +54,19 @@ class Pending:
             finally:
                 self._waiting -= 1
 
-    def written(self, decide: Callable[[], list[Effect]], is_over: Callable[[], bool]) -> list[Effect]:
-        """What ``decide`` decides, with the results written of the ops that have ended; not once all is over."""
-        with self._writing:
-            effects = decide()
-            return effects if is_over() else [self._bring_back(effect) for effect in effects]
+    def bring_back(self, effect: Effect) -> Effect:
+        """``effect``, with the result written if it is the end of an op; for whoever holds ``writing``."""
+        if not isinstance(effect, Settle):
+            return effect
+        try:
+            self._ledger.take_back(self.works[effect.op_id], effect.outcome is None)
+        except Exception as error:  # the user has freed the memory
+            return Settle(effect.op_id, effect.outcome or frameless(error))
+        return effect
 
     def quiesce(self) -> None:
         """Wait until what is being written has been; for whoever has ended the session."""
-        with self._writing:
+        with self.writing:
             pass
 
     def end(self, is_free: bool) -> None:
@@ -87,15 +91,6 @@ class Pending:
             except (KeyboardInterrupt, SystemExit):  # whoever comes next goes on
                 self._due.appendleft(effect)
                 raise
-
-    def _bring_back(self, effect: Effect) -> Effect:
-        if not isinstance(effect, Settle):
-            return effect
-        try:
-            self._ledger.take_back(self.works[effect.op_id], effect.outcome is None)
-        except Exception as error:  # the user has freed the memory
-            return Settle(effect.op_id, effect.outcome or frameless(error))
-        return effect
 
     def _settle(self, effect: Settle) -> None:
         work = self.works.get(effect.op_id)

@@ -35,6 +35,9 @@ __all__ = ["MAX_FRAME_BYTES", "Pipe", "PipeBroken"]
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 _LENGTH = struct.Struct("!i")
+# A write neither blocks nor signals: the wait is ours, and a host may have given SIGPIPE back its default. As a number,
+# since each union of the two would be made in Python.
+_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _FD = array.array("i")
 
 
@@ -59,6 +62,9 @@ class Pipe:
         self.write_limit_s = write_limit_s
         self._socket = end
         self._sending = threading.Lock()
+        self._incoming = select.poll()
+        self._incoming.register(end, select.POLLIN)
+        self._wake_fd = -1
         self._unsendable: PipeBroken | None = None
         self._unreadable: PipeBroken | None = None
         # It guards the two below. Re-entrant, for the garbage collector may close this pipe (with the group that
@@ -113,15 +119,13 @@ class Pipe:
 
     def _write(self, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
         frame = _LENGTH.pack(len(data)) + data
-        # neither blocks nor signals: the wait is ours, and a host may have given SIGPIPE back its default
-        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
         try:
-            sent = self._write_some(frame, (), flags)
+            sent = self._write_some(frame, ())
             while sent < len(frame):
                 self._wait_writable(deadline)
-                sent += self._write_some(memoryview(frame)[sent:], (), flags)
+                sent += self._write_some(memoryview(frame)[sent:], ())
             for fd in fds:
-                while not self._write_some(b"\0", (fd,), flags):
+                while not self._write_some(b"\0", (fd,)):
                     self._wait_writable(deadline)
         except OSError as error:
             broken = PipeBroken(
@@ -138,14 +142,14 @@ class Pipe:
             self._give_up(PipeBroken("a write to the pipe was broken off"))
             raise
 
-    def _write_some(self, data: bytes | memoryview, fds: Sequence[int], flags: int) -> int:
+    def _write_some(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
         """Write what there is room for; how many bytes that was."""
         try:
             if not fds:
-                return self._socket.send(data, flags)
+                return self._socket.send(data, _AT_ONCE)
             # as socket.send_fds does, which ignores its flags on Python 3.10
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-            return self._socket.sendmsg([data], rights, flags)
+            return self._socket.sendmsg([data], rights, _AT_ONCE)
         except BlockingIOError:
             return 0
 
@@ -179,7 +183,8 @@ class Pipe:
     def poll(self, timeout_s: float, wake_fd: int = -1) -> bool:
         """Wait up to ``timeout_s`` seconds for something to receive: a frame or the end.
 
-        ``wake_fd`` is a descriptor that ends the wait once it can be read (an eventfd); it is not read here.
+        ``wake_fd`` is a descriptor that ends the wait once it can be read (an eventfd); it is not read here. It is the
+        same one each time, or none yet.
 
         Returns whether ``receive`` would now say something; false after the time, or a wake alone.
 
@@ -188,13 +193,12 @@ class Pipe:
         """
         self._enter()
         try:
-            waiting = select.poll()
-            waiting.register(self._socket, select.POLLIN)
-            if wake_fd >= 0:
-                waiting.register(wake_fd, select.POLLIN)
-            ours = self._socket.fileno()
+            if wake_fd not in (-1, self._wake_fd):
+                self._incoming.register(wake_fd, select.POLLIN)
+                self._wake_fd = wake_fd
+            found = self._incoming.poll(_milliseconds(timeout_s))
             # an error or a hang-up, which poll reports unasked, is for receive to put in words
-            return any(fd == ours for fd, _ in waiting.poll(_milliseconds(timeout_s)))
+            return bool(found) and self._socket.fileno() in [fd for fd, _ in found]
         finally:
             self._leave()
 

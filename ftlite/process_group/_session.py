@@ -13,7 +13,6 @@ The memory of an op that failed with its child is free once the child is known t
 
 from __future__ import annotations
 
-import functools
 import logging
 import select
 import threading
@@ -31,7 +30,7 @@ from ._forked_child import ForkedChild
 from ._frames import frameless, fresh
 from ._lenders import Lenders
 from ._limits import Limits
-from ._ops import Op, options_to_fields, replace
+from ._ops import Op, arrange, options_to_fields
 from ._owner import Owner
 from ._pending import Pending
 from ._pipe import Pipe, PipeBroken
@@ -209,8 +208,8 @@ class Session:
 
     def _require_living(self, attempted: str) -> None:
         """Raise what ended the session, if it is over."""
-        with self._lock:
-            if self._is_over():
+        if self._is_over():  # for good
+            with self._lock:
                 self._link.submit(attempted, 0, (), (), 0.0)
 
     def _keep_reading(self) -> Callable[[float], object] | None:
@@ -235,8 +234,7 @@ class Session:
             raise deadline.exceeded(f"{op.name}: waiting for other threads to issue", "the child does not keep up")
 
     def _send(self, op: Op, values: list[Any], fields: tuple[Any, ...], work: ChildWork, after: int) -> None:
-        references = iter(work.references())
-        args = says.as_tuples(replace(op, values, lambda direction, tensor: next(references)))
+        args = tuple(arrange(op, values, iter(work.references()), tuple))
         limit_s = work.deadline.limit_s
         try:
             with self._lock:
@@ -337,9 +335,7 @@ class Session:
             return self._end_with(error)
         try:
             if came:
-                message = says.decode(self._pipe.receive())
-                decide = functools.partial(self._decide, lambda: self._link.received(message, self.epoch))
-                self._perform(self.pending.written(decide, self._is_over))
+                self._perform(self._heard(says.decode(self._pipe.receive())))
             elif child is not None and child.wait(0) is not None:  # somebody has a copy of its socket
                 raise PipeBroken("the child has ended", ended=True)
             self._look_at_the_time()
@@ -348,6 +344,13 @@ class Session:
             if not isinstance(error, (PipeBroken, ProtocolError)):
                 raise
         return not self._ended
+
+    def _heard(self, message: says.Message) -> list[_link.Effect]:
+        """What follows from ``message``, with the results in place of the ops that have ended; not once all is over."""
+        with self.pending.writing:
+            with self._lock:
+                effects = self._link.received(message, self.epoch)
+            return effects if self._is_over() else [self.pending.bring_back(effect) for effect in effects]
 
     def _end_with(self, error: BaseException) -> bool:
         """There are no more replies."""

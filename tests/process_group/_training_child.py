@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of a training test: ``python -m tests.process_group._training_child COMMAND GROUP BACKEND PORT RANK SIZE``.
+"""One rank of the training tests: ``python -m ..._training_child GROUP BACKEND RANK COMMAND:SIZE:PORT ...``.
 
-GROUP is the group class in the package's door, BACKEND the name to register it under, PORT that of a TCPStore on
-this machine. A command raises where something is wrong, and prints what has to be equal on all ranks.
+GROUP is the group class in the package's door, BACKEND the name to register it under. The commands run in their
+order in this one interpreter, each on the ranks below its SIZE; PORT is that of a TCPStore on this machine which no
+other command uses. A command raises where something is wrong, and returns what has to be equal on all ranks. A line
+of JSON tells of each: its name, that text, and the traceback of an error.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,15 +79,15 @@ def digest(module: nn.Module) -> str:
     return " ".join(f"{float(p.detach().double().sum()):.12f}" for p in module.parameters())
 
 
-def data_parallel(me: Rank) -> None:
+def data_parallel(me: Rank) -> str:
     group = me.configured("ddp")
     wrapped = DistributedDataParallel(model(), process_group=group)
     train(wrapped, me.rank)
-    print(digest(wrapped))
     group.shutdown()
+    return digest(wrapped)
 
 
-def changing_size(me: Rank) -> None:
+def changing_size(me: Rank) -> str:
     """Three ranks, then without the last, then all again; the gradients are means over the ranks that are there."""
     group = me.configured("all")
     module = nn.Linear(4, 2)
@@ -100,11 +104,11 @@ def changing_size(me: Rank) -> None:
                 wrapped(torch.full((1, 4), float(me.rank))).sum().backward()
             wanted = sum(float(rank) for rank in ranks) / len(ranks)
             same(module.weight.grad, torch.full((2, 4), wanted))
-    print(digest(wrapped))
     group.shutdown()
+    return digest(wrapped)
 
 
-def comm_hook(me: Rank) -> None:
+def comm_hook(me: Rank) -> str:
     group = me.configured("hook")
 
     def wide(state: Any, bucket: Any) -> Any:
@@ -117,8 +121,8 @@ def comm_hook(me: Rank) -> None:
     wide.__annotations__.clear()
     wrapped.register_comm_hook(group, wide)
     train(wrapped, me.rank)
-    print(digest(wrapped))
     group.shutdown()
+    return digest(wrapped)
 
 
 def failure_in_backward(me: Rank) -> None:
@@ -137,27 +141,27 @@ def failure_in_backward(me: Rank) -> None:
     group.shutdown()
 
 
-def _alone(me: Rank) -> Any:
-    """A registered group of all ranks, in a process that torch thinks is alone."""
+def _alone(me: Rank, name: str) -> Any:
+    """A group of all ranks, registered as ``name``, in a process that torch thinks is alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = me.configured("registered")
-    if group.register("replicas") is not group:
+    if group.register(name) is not group:
         raise AssertionError("another group was registered")
     return group
 
 
-def _done(group: Any) -> None:
+def _done(group: Any, name: str) -> None:
     group.unregister()
     group.unregister()
     group.allreduce([torch.ones(1)]).wait()  # it goes on without torch's registry
-    group.register("replicas")
+    group.register(name)
     group.unregister()
     group.shutdown()
     dist.destroy_process_group()
 
 
 def functional(me: Rank) -> None:
-    group = _alone(me)
+    group = _alone(me, "functional")
     mine = torch.full((4,), float(me.rank + 1))
     total = float(sum(range(1, me.size + 1)))
     same(funcol.all_reduce(mine, "sum", group) + 0, torch.full((4,), total))
@@ -180,11 +184,11 @@ def functional(me: Rank) -> None:
     dist.all_gather(outs, torch.full((2,), float(me.rank)), group=group)
     same(torch.stack(outs), torch.arange(float(me.size)).view(-1, 1).expand(-1, 2))
     dist.barrier(group=group)
-    _done(group)
+    _done(group, "functional")
 
 
 def device_mesh(me: Rank) -> None:
-    group = _alone(me)
+    group = _alone(me, "replicas")
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("replicas",))
     # torch 2.6 looks for a group of as many ranks as its tables have, which is one
     found = group if TORCH_26 else mesh.get_group("replicas")
@@ -194,7 +198,7 @@ def device_mesh(me: Rank) -> None:
     same(funcol.all_reduce(mine, "sum", (mesh, 0)) + 0, torch.full((3,), float(sum(range(1, me.size + 1)))))
     wrapped = DistributedDataParallel(model(), process_group=found)
     train(wrapped, me.rank)
-    _done(group)
+    _done(group, "replicas")
 
 
 def _init(me: Rank) -> None:
@@ -265,6 +269,22 @@ def exit_at_once(me: Rank) -> None:
         work.get_future()
 
 
+def outcome(me: Rank, command: str) -> dict[str, str]:
+    """Run ``command``, which is another's failure no longer when it is over."""
+    try:
+        return {"command": command, "said": globals()[command](me) or ""}
+    except Exception:
+        return {"command": command, "error": traceback.format_exc()}
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    command, name, backend_name, *numbers = sys.argv[1:]
-    globals()[command](Rank(name, backend_name, *map(int, numbers)))
+    name, backend_name, my_rank, *commands = sys.argv[1:]
+    # never configured and never shut down: what the groups of a process share lasts from one command to the next
+    kept = getattr(load("process_group"), name)(timeout=TIMEOUT)
+    for command, size, port in (text.split(":") for text in commands):
+        if int(my_rank) < int(size):
+            me = Rank(name, backend_name, int(port), int(my_rank), int(size))
+            print(json.dumps(outcome(me, command)), flush=True)

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trainers with groups in children: from wherever they start and however they end, they print and leave nothing."""
+"""Trainers with groups in children: however they end, they print and leave nothing."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import unittest
-from pathlib import Path
 from typing import Any
 
 from tests import PACKAGE, not_in_a_copy
-from tests._support import LONG_S, SCALE, GuardedTestCase, child_env, import_roots, run_python, wait_until
+from tests._support import LONG_S, SCALE, GuardedTestCase, import_roots, run_python, wait_until
 from tests.process_group._template_tools import lives
+from tests.process_group.test_template_ends import Trainers
 
 not_in_a_copy()
 
@@ -59,14 +56,27 @@ def say(*groups):
 ORPHAN_S = 2 * SCALE
 
 
+def setUpModule() -> None:
+    global trainers
+    trainers = Trainers()
+
+
+def tearDownModule() -> None:
+    trainers.close()
+
+
 class EndsTestCase(GuardedTestCase):
     limit_s = LONG_S
 
     def runs(self, code: str, *flags: str, wanted: int = 0) -> Any:
         """Run ``code`` as a trainer to its end: that is ``wanted``, stderr is empty; what it printed, from JSON."""
-        done = run_python(*flags, "-c", BEGIN + code, limit_s=LONG_S / 2)
-        self.assertEqual((done.returncode, done.stderr), (wanted, ""))
-        return json.loads(done.stdout)
+        if flags:
+            done = run_python(*flags, "-c", BEGIN + code, limit_s=LONG_S / 2)
+            ended, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            ended, out, err = trainers.start(BEGIN + code).ended(LONG_S / 2)
+        self.assertEqual((ended, err), (wanted, ""))
+        return json.loads(out)
 
     def leaves_nothing(self, code: str, *flags: str, wanted: int = 0) -> None:
         """The same for one that prints process ids, which it has waited for."""
@@ -138,11 +148,11 @@ def end():
         code = "group = one(); cycle = [group]; cycle.append(cycle); add(group); say(group); sys.kept = cycle"
         self.leaves_nothing(code)
 
-    def test_ten_rounds_print_nothing(self) -> None:
+    def test_three_rounds_print_nothing(self) -> None:
         code = """
 pids = []
 groups = [make(), make()]
-for round_ in range(10):
+for round_ in range(3):
     where = address()
     threads = [threading.Thread(target=g.configure, args=(where, "r", r, 2)) for r, g in enumerate(groups)]
     for thread in threads: thread.start()
@@ -227,27 +237,16 @@ print(worker)
 say(idle, hung, other, meeting, *sleeping)
 time.sleep(600)
 """
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", BEGIN + code],
-            env=child_env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        worker = 0
-        try:
-            worker = int(trainer.stdout.readline())
-            pids = json.loads(trainer.stdout.readline())
-            self.assertEqual(len(pids), 7)
-            self.assertTrue(all(map(lives, pids)))
-            trainer.kill()
-            wait_until(lambda: not any(map(lives, pids)), f"{pids} end", ORPHAN_S)
-        finally:
-            if worker:
+        with trainers.start(BEGIN + code) as trainer:
+            worker, pids = map(json.loads, trainer.lines(2))
+            try:
+                self.assertEqual(len(pids), 7)
+                self.assertTrue(all(map(lives, pids)))
+                trainer.kill()
+                wait_until(lambda: not any(map(lives, pids)), f"{pids} end", ORPHAN_S)
+            finally:
                 os.kill(worker, signal.SIGKILL)
-            trainer.kill()
-            _, err = trainer.communicate()
-        self.assertEqual(err, "")
+            self.assertEqual(trainer.ended()[2], "")
 
     def test_an_interrupt_of_the_terminal(self) -> None:
         code = """
@@ -265,84 +264,11 @@ except KeyboardInterrupt:
     add(*groups)
     print("alive", flush=True)
 """
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", BEGIN + code],
-            env=child_env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            pids = json.loads(trainer.stdout.readline())
+        with trainers.start(BEGIN + code) as trainer:
+            pids = json.loads(trainer.lines()[0])
             os.killpg(trainer.pid, signal.SIGINT)
-            said = trainer.communicate(timeout=LONG_S / 4)
-        finally:
-            trainer.kill()
-            trainer.communicate()
-        self.assertEqual(said, ("alive\n", ""))
-        self.assertEqual((trainer.returncode, [pid for pid in pids if lives(pid)]), (0, []))
-
-
-# Without a main guard: it would start trainers without end if a child ran it again.
-SCRIPT = (
-    BEGIN
-    + """
-group = one()
-add(group)
-group.shutdown()
-groups = two()
-add(*groups)
-print("done", __name__)
-"""
-)
-TORCHRUN = """
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-group = make()
-where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}/ours"
-group.configure(where, str(rank), rank, size)
-tensor = torch.full((4,), float(rank + 1))
-group.allreduce([tensor]).wait()
-print(tensor.tolist())
-"""
-
-
-class Starts(EndsTestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.script = Path(folder.name, "train.py")
-
-    def holds(self, *args: str, **options: Any) -> None:
-        done = run_python(*args, limit_s=LONG_S / 2, **options)
-        self.assertEqual((done.stdout, done.stderr, done.returncode), ("done __main__\n", "", 0))
-
-    def test_script_without_a_main_guard(self) -> None:
-        self.script.write_text(SCRIPT)
-        self.holds(str(self.script))
-
-    def test_command_line_text_and_standard_input(self) -> None:
-        self.holds("-c", SCRIPT)
-        self.holds("-", input=SCRIPT)
-
-    def test_module(self) -> None:
-        self.script.write_text(SCRIPT)
-        self.holds("-m", "train", cwd=self.script.parent)
-
-    def test_torchrun(self) -> None:
-        self.script.write_text(BEGIN + TORCHRUN)
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(self.script)],
-            env={**child_env(), "OMP_NUM_THREADS": "1"},
-            cwd=self.script.parent,
-            timeout=LONG_S / 2,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        # both write to the same pipe, each a line in two pieces
-        self.assertEqual((done.stdout.replace("\n", ""), done.returncode), ("[3.0, 3.0, 3.0, 3.0]" * 2, 0), done.stderr)
+            self.assertEqual(trainer.ended(), (0, f"{trainer.lines()[0]}alive\n", ""))
+        self.assertEqual([pid for pid in pids if lives(pid)], [])
 
 
 if __name__ == "__main__":

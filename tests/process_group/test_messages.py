@@ -5,7 +5,6 @@ it is damaged, it gives a ProtocolError and nothing of it runs; nothing crosses 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import pickletools
@@ -71,9 +70,9 @@ class RoundTrip(unittest.TestCase):
 
     def test_a_message_cannot_be_changed(self) -> None:
         for sample in SAMPLES:
-            for field in dataclasses.fields(sample):
-                with self.assertRaises(dataclasses.FrozenInstanceError):
-                    setattr(sample, field.name, 0)
+            for name in sample._fields:
+                with self.assertRaises(AttributeError):
+                    setattr(sample, name, 0)
 
     def test_no_frame_names_a_class_or_a_module(self) -> None:
         for sample in SAMPLES:
@@ -130,7 +129,7 @@ class Hostile(GuardedTestCase):
 
     def test_a_wrong_number_of_fields(self) -> None:
         for number, message in enumerate(messages.MESSAGES):
-            count = len(dataclasses.fields(message))
+            count = len(message._fields)
             for wrong in {0, count - 1, count + 1, count + 100} - {count, -1}:
                 self.refused(self.frame(number, *[0] * wrong), f"{message.__name__} came with {wrong} fields")
 
@@ -151,7 +150,7 @@ class Hostile(GuardedTestCase):
         )
         for sample in SAMPLES:
             number = messages.MESSAGES.index(type(sample))
-            names = [field.name for field in dataclasses.fields(sample)]
+            names = sample._fields
             values = [getattr(sample, name) for name in names]
             for place, name in enumerate(names):
                 for wrong in never:

@@ -110,14 +110,18 @@ class Arguments(unittest.TestCase):
                 self.normal(name, *args, **kwargs)
             self.assertIn(name, str(caught.exception))
 
-    def test_walk_and_replace_agree(self) -> None:
+    def test_walk_and_arrange_agree(self) -> None:
         a, b, c = (torch.full((1,), float(index)) for index in range(3))
         op = ops.OPS["scatter"]
         values = [[a], [[b, c]]]
         self.assertEqual([(d, t.item()) for d, t in ops.walk(op, values)], [("out", 0.0), ("in", 1.0), ("in", 2.0)])
+        numbers = [t.item() for _, t in ops.walk(op, values)]
+        self.assertEqual(ops.arrange(op, values, iter(numbers)), [[0.0], [[1.0, 2.0]]])
+        self.assertEqual(ops.arrange(op, values, iter(numbers), tuple), [(0.0,), ((1.0, 2.0),)])
         self.assertEqual(
-            ops.replace(op, values, lambda d, t: (d, t.item())), [[("out", 0.0)], [[("in", 1.0), ("in", 2.0)]]]
+            ops.arrange(ops.OPS["alltoall_base"], [a, b, [1], []], iter("xy"), tuple), ["x", "y", (1,), ()]
         )
+        self.assertEqual(ops.arrange(ops.OPS["send"], [[a], 1, 0], iter("x")), [["x"], 1, 0])
 
     def test_results(self) -> None:
         t = [torch.full((1,), float(index)) for index in range(3)]

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from tests._support import LONG_S, SCALE, GuardedTestCase, child_env, run_python, wait_until
 from tests.process_group._template_tools import lives
@@ -28,23 +32,121 @@ STORE = (
 ORPHAN_S = 2 * SCALE
 
 
-class Trainer(subprocess.Popen):
-    """An interpreter that runs ``BEGIN`` and ``code``, in a process group of its own."""
+# An interpreter that has imported torch, and nothing that is tested. A fork of it becomes a trainer, which runs the
+# code of an order and then ends as every interpreter does.
+FORKER = """
+import json, os, sys
+import torch.distributed
+for order in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        code, *files = json.loads(order)
+        os.setsid()
+        for number, path in enumerate(files, 1):
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.dup2(file, number)
+            os.close(file)
+        exec(compile(code, "<trainer>", "exec"), globals())
+        break
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
 
-    def __init__(self, code: str, *flags: str) -> None:
-        super().__init__(
-            [sys.executable, *flags, "-c", BEGIN + code],
+
+class Trainers:
+    """What ``FORKER`` says; a trainer costs no import of torch, so that each test has fresh ones."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        flags = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", FORKER],
             env=child_env(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            bufsize=0,
         )
+        self._count = 0
+
+    def start(self, code: str) -> Trainer:
+        """A new process, in a process group of its own. One at a time."""
+        self._count += 1
+        out, err = (Path(self._folder.name, f"{name}{self._count}") for name in ("out", "err"))
+        self._process.stdin.write(json.dumps([code, str(out), str(err)]).encode() + b"\n")
+        return Trainer(self, int(self.answer()), out, err)
+
+    def answers(self, limit_s: float) -> bool:
+        """Whether there is an answer within ``limit_s``."""
+        return bool(select.select([self._process.stdout], [], [], limit_s)[0])
+
+    def answer(self) -> bytes:
+        """The next line of ``FORKER``'s."""
+        if not self.answers(LONG_S / 2):
+            raise AssertionError("the interpreter that forks the trainers does not answer")
+        return self._process.stdout.readline()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+class Trainer:
+    """One of ``Trainers``. A context manager that kills it."""
+
+    def __init__(self, trainers: Trainers, pid: int, out: Path, err: Path) -> None:
+        self.pid = pid
+        self._trainers = trainers
+        self._out = out
+        self._err = err
+        self._code: int | None = None
+
+    def lines(self, count: int = 1) -> list[str]:
+        """The first lines of its output, as soon as there are so many; its stderr where it ends before."""
+
+        def said() -> list[str]:
+            over = self._code is not None or self._trainers.answers(0)
+            lines = self._out.read_text().splitlines(keepends=True) if self._out.exists() else []
+            found = [line for line in lines[:count] if line.endswith("\n")]
+            if over and len(found) < count:
+                raise AssertionError(f"it ended and had said {found}:\n{self._err.read_text()}")
+            return found if len(found) == count else []
+
+        return wait_until(said, f"{count} lines", LONG_S / 4)
+
+    def kill(self) -> None:
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def ended(self, limit_s: float = LONG_S / 4) -> tuple[int, str, str]:
+        """Its exit code, what it has printed, and its stderr, once it has ended."""
+        late = self._code is None and not self._trainers.answers(limit_s)
+        if late:
+            self.kill()
+        if self._code is None:
+            self._code = int(self._trainers.answer())
+        out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
+        if late:
+            raise AssertionError(f"it ran for longer than {limit_s:g} s:\n{out}\n{err}")
+        return self._code, out, err
+
+    def __enter__(self) -> Trainer:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-        super().__exit__(*error)  # type: ignore[arg-type]
+        self.ended()
+
+
+def setUpModule() -> None:
+    global trainers
+    trainers = Trainers()
+
+
+def tearDownModule() -> None:
+    trainers.close()
 
 
 class EndsTestCase(GuardedTestCase):
@@ -53,6 +155,10 @@ class EndsTestCase(GuardedTestCase):
     def all_gone(self, pids: list[int]) -> None:
         self.assertTrue(pids)
         wait_until(lambda: not any(map(lives, pids)), f"{pids} end", ORPHAN_S)
+
+    def said_no_more(self, trainer: Trainer) -> None:
+        """``trainer`` was killed, and it has printed its first line and nothing else."""
+        self.assertEqual(trainer.ended(), (-signal.SIGKILL, trainer.lines()[0], ""))
 
 
 class Killed(EndsTestCase):
@@ -69,15 +175,15 @@ if worker == 0:
 print(json.dumps([worker, source.pid(), *(talk.first for talk in talks)]), flush=True)
 time.sleep(600)
 """
-        with Trainer(code) as trainer:
-            worker, *pids = json.loads(trainer.stdout.readline())
+        with trainers.start(BEGIN + code) as trainer:
+            worker, *pids = json.loads(trainer.lines()[0])
             self.assertTrue(all(map(lives, pids)))
             trainer.kill()
             try:
                 self.all_gone(pids)
             finally:
                 os.kill(worker, signal.SIGKILL)
-            self.assertEqual(trainer.communicate(), ("", ""))
+            self.said_no_more(trainer)
 
     def test_together_with_the_template(self) -> None:
         # nobody is left to kill the child but the kernel
@@ -87,8 +193,8 @@ talk.ask({SLEEP.format("PyDLL")!r})
 print(json.dumps([source.pid(), talk.first]), flush=True)
 time.sleep(600)
 """
-        with Trainer(code) as trainer:
-            pids = json.loads(trainer.stdout.readline())
+        with trainers.start(BEGIN + code) as trainer:
+            pids = json.loads(trainer.lines()[0])
             os.kill(trainer.pid, signal.SIGSTOP)
             os.kill(pids[0], signal.SIGKILL)
             self.all_gone(pids)
@@ -105,8 +211,8 @@ if worker == 0:
 print(json.dumps([worker, source.pid(), talk.first]), flush=True)
 time.sleep(600)
 """
-        with Trainer(code) as trainer:
-            worker, *pids = json.loads(trainer.stdout.readline())
+        with trainers.start(BEGIN + code) as trainer:
+            worker, *pids = json.loads(trainer.lines()[0])
             trainer.kill()
             try:
                 self.all_gone(pids)
@@ -128,14 +234,15 @@ with tempfile.TemporaryDirectory() as folder:
     print(json.dumps([source.pid()]), flush=True)
 time.sleep(600)
 """
-        with Trainer(code) as trainer:
-            pids = json.loads(trainer.stdout.readline())
+        with trainers.start(BEGIN + code) as trainer:
+            pids = json.loads(trainer.lines()[0])
             trainer.kill()
             self.all_gone(pids)
-            self.assertEqual(trainer.communicate(), ("", ""))
+            self.said_no_more(trainer)
 
     def test_an_interrupt_of_the_terminal_is_the_trainers(self) -> None:
         code = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 talk = Talk(source)
 talk.ask("result = 1")
 try:
@@ -144,11 +251,10 @@ try:
 except KeyboardInterrupt:
     print(talk.ask("result = 'alive'"), Talk(source).ask("result = 'as well'"), flush=True)
 """
-        with Trainer(code) as trainer:
-            pids = json.loads(trainer.stdout.readline())
+        with trainers.start(BEGIN + code) as trainer:
+            pids = json.loads(trainer.lines()[0])
             os.killpg(trainer.pid, signal.SIGINT)
-            self.assertEqual(trainer.communicate(timeout=LONG_S / 4), ("alive as well\n", ""))
-            self.assertEqual(trainer.returncode, 0)
+            self.assertEqual(trainer.ended(), (0, f"{trainer.lines()[0]}alive as well\n", ""))
             self.all_gone(pids)
 
 
@@ -156,9 +262,13 @@ class Exits(EndsTestCase):
     """Without a shutdown: exit code 0, nothing printed, nothing left, no hang."""
 
     def exits(self, code: str, wanted: int = 0, *flags: str) -> None:
-        done = run_python(*flags, "-c", BEGIN + code, limit_s=LONG_S / 4)
-        self.assertEqual((done.returncode, done.stderr), (wanted, ""))
-        pids = json.loads(done.stdout)
+        if flags:
+            done = run_python(*flags, "-c", BEGIN + code, limit_s=LONG_S / 4)
+            ended, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            ended, out, err = trainers.start(BEGIN + code).ended()
+        self.assertEqual((ended, err), (wanted, ""))
+        pids = json.loads(out)
         # the trainer has waited for them
         self.assertFalse([pid for pid in pids if lives(pid)])
 
@@ -219,18 +329,19 @@ if status == 0 and talk.ask("result = 'alive'") == 'alive':
 """
         self.exits(code)
 
-    def test_ten_rounds_print_nothing(self) -> None:
+    def test_rounds_print_nothing(self) -> None:
         code = """
 pids = []
 source.release()
-for _ in range(10):
+for round_ in range(3):
     source = template.acquire()
     for _ in range(2):
         with Talk(source) as talk:
             talk.ask("result = 1")
             pids += [source.pid(), talk.first]
-    if len(pids) % 3:  # without, the template of this round goes on into the next
+    if round_ != 1:  # the template of that round goes on into the next
         source.release()
+if pids[0] == pids[4] or pids[4] != pids[8]: raise AssertionError(pids)
 print(json.dumps(pids))
 """
         self.exits(code)
