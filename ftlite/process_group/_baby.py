@@ -183,9 +183,7 @@ class ProcessGroupBaby(ProcessGroup):
                 state="unconfigured",
                 attempted=op.name,
             )
-        own = getattr(options, "timeout", None)
-        limit_s = own.total_seconds() if own is not None and own > _NONE else self._timeout_s
-        return session.issue(op, values, options, limit_s)
+        return session.issue(op, values, options, self._timeout_s)
 
     def empty(self, size: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A CPU tensor, its content undefined, in memory that the children see: its ops need no copy.
@@ -228,9 +226,6 @@ class ProcessGroupBaby(ProcessGroup):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank()} of {self.size()})"
-
-
-_NONE = timedelta(0)  # torch's options hold less for "the group's timeout"
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):

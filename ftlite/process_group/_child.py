@@ -40,7 +40,8 @@ from ._backends import BACKENDS, Backend
 from ._device_child import Devices, Queued
 from ._mapping import Mapping, dtype_from_code
 from ._native import explained, has_future
-from ._ops import BY_NUMBER, Op, c10d, call, options_from_fields, walk
+from ._ops import BY_NUMBER, Op, c10d, call, walk
+from ._options import options_from_fields
 from ._overseer import Overseer
 from ._pipe import Pipe, PipeBroken
 from ._probe import Probe

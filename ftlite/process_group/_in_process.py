@@ -30,7 +30,8 @@ from ._backends import new_gloo
 from ._epoch import Epoch
 from ._interface import ProcessGroup
 from ._native import NativeWork, Pairs, explained, has_future, stage
-from ._ops import FIELDS, Op, arrange, c10d, call, options_from_fields, options_to_fields, results, walk
+from ._ops import FIELDS, Op, arrange, c10d, call, results, walk
+from ._options import options_from_fields, options_to_fields
 from ._probe import Probe
 from ._staging import alias, plain
 from ._store import create_store_client

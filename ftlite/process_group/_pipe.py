@@ -153,10 +153,14 @@ class Pipe:
         except BlockingIOError:
             return 0
 
-    def _wait_writable(self, deadline: Deadline) -> None:
+    def has_room(self, wait_s: float = 0.0) -> bool:
+        """Whether something can be written at once; waits for that for ``wait_s`` seconds."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
-        if not room.poll(_milliseconds(deadline.remaining_s())):
+        return bool(room.poll(_milliseconds(wait_s)))
+
+    def _wait_writable(self, deadline: Deadline) -> None:
+        if not self.has_room(deadline.remaining_s()):
             raise self._late(deadline)
 
     def _late(self, deadline: Deadline) -> PipeBroken:

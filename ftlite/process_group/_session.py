@@ -14,7 +14,6 @@ The memory of an op that failed with its child is free once the child is known t
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from ._forked_child import ForkedChild
 from ._frames import frameless, fresh
 from ._lenders import Lenders
 from ._limits import Limits
-from ._ops import Op, arrange, options_to_fields
+from ._ops import Op, arrange
+from ._options import options_to_fields, timeout_in
 from ._owner import Owner
 from ._pending import Pending
 from ._pipe import Pipe, PipeBroken
@@ -78,8 +78,7 @@ class Session:
         self._chores_s = 0.0  # when to look for them next
         self._configured = threading.Event()
         self._outcome: Exception | None = None
-        self._ended = False
-        self._dead = False
+        self._ended = self._dead = False
         self._child: ForkedChild | None = None
         self._pipe, self._end = Pipe.pair(configure.timeout_s)
         self._reader: threading.Thread | None = None
@@ -143,16 +142,15 @@ class Session:
         """The normal end; returns within half a second, when the child is gone."""
         self._finish(self._link.close)
         reader = self._reader
-        if reader is None or self.replies.is_mine() or not reader.is_alive():  # in a callback, for which it may wait
-            return
-        reader.join(_LEAVE_S)
-        if reader.is_alive():
-            self._kill()
-            reader.join(_REPORT_S)
+        if reader is not None and reader.is_alive() and not self.replies.is_mine():  # in a callback it is this thread
+            reader.join(_LEAVE_S)
+            if reader.is_alive():
+                self._kill()
+                reader.join(_REPORT_S)
 
     def _finish(self, event: Callable[[], list[_link.Effect]]) -> None:
         """End it; afterwards nothing is written to the user's tensors any more."""
-        self._perform(self._decide(event))
+        self._decide(event)
         self.pending.quiesce()
 
     def until_dead(self) -> None:
@@ -182,16 +180,16 @@ class Session:
     # --- ops --------------------------------------------------------------------------------------------
 
     def issue(self, op: Op, values: list[Any], options: Any, limit_s: float) -> ChildWork:
-        """Send ``op`` to the child; does not wait for it.
+        """Send ``op`` to the child; does not wait for it. ``limit_s`` is for an op whose options have no timeout.
 
         Raises:
             UnsupportedOp: a tensor cannot be handed over.
             ChildError, StateError, DeadlineExceeded: the session is over.
-            DeadlineExceeded: for ``limit_s`` seconds there was no room for the tensors, or no turn.
+            DeadlineExceeded: for as long there was no room for the tensors, or no turn.
         """
-        deadline = Deadline(limit_s)
-        self._require_living(op.name)  # at once: who issues now may wait for what this thread is to settle
         fields = options_to_fields(options)
+        deadline = Deadline(timeout_in(op, fields) or limit_s)
+        self._require_living(op.name)  # at once: who issues now may wait for what this thread is to settle
         work, views = self._ledger.borrower(self, op, values, deadline)
         self._acquire_issuing(op, deadline)
         try:
@@ -213,7 +211,7 @@ class Session:
                 self._link.submit(attempted, 0, (), (), 0.0)
 
     def _keep_reading(self) -> Callable[[float], object] | None:
-        """In a callback, what to do instead of waiting for replies; None in other threads."""
+        """In a callback, what to do instead of waiting; None in other threads."""
         return self._read_on if self.replies.is_mine() else None
 
     def _read_on(self, wait_s: float) -> None:
@@ -224,9 +222,7 @@ class Session:
         if not self.replies.is_mine():
             taken = self._issuing.acquire(timeout=deadline.remaining_s())
         else:  # in a callback: whoever issues, and the child when it takes no more, may wait for replies to be read
-            room = select.poll()
-            room.register(self._pipe.fileno(), select.POLLOUT)
-            while not (taken := bool(room.poll(0)) and self._issuing.acquire(blocking=False)):
+            while not (taken := self._pipe.has_room() and self._issuing.acquire(blocking=False)):
                 if deadline.expired():
                     break
                 self._read_on(_LOOK_S)
@@ -260,9 +256,10 @@ class Session:
     def _is_over(self) -> bool:
         return self._link.state in _link.OVER
 
-    def _decide(self, event: Callable[[], list[_link.Effect]]) -> list[_link.Effect]:
+    def _decide(self, event: Callable[[], list[_link.Effect]]) -> None:
         with self._lock:
-            return event()
+            effects = event()
+        self._perform(effects)
 
     def _perform(self, effects: list[_link.Effect]) -> None:
         ended = []
@@ -293,7 +290,7 @@ class Session:
 
     def _broke(self, cause: BaseException, death: str = "", stderr_tail: str = "") -> None:
         self._template.let_exit()
-        self._perform(self._decide(lambda: self._link.broke(cause, death, stderr_tail)))
+        self._decide(lambda: self._link.broke(cause, death, stderr_tail))
 
     def _lost(self, error: BaseException) -> None:
         """The pipe has ended: say how the child died, if it did."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of collectives agrees with torch; arguments of any overload come out in one form; options cross."""
+"""The table of collectives agrees with torch; arguments of any overload come out in one form."""
 
 from __future__ import annotations
 
@@ -130,36 +130,6 @@ class Arguments(unittest.TestCase):
         self.assertEqual(ops.results(ops.OPS["_allgather_base"], [t[0], t[1]]), t[:1])
         self.assertEqual(ops.results(ops.OPS["send"], [t, 0, 0]), [])
         self.assertEqual(ops.results(ops.OPS["barrier"], []), [])
-
-
-class Crossing(unittest.TestCase):
-    def test_fields_and_back(self) -> None:
-        made = ops.c10d.ReduceOptions()
-        made.reduceOp, made.rootRank, made.rootTensor, made.timeout = dist.ReduceOp.BXOR, 3, 1, timedelta(seconds=1.5)
-        barrier = ops.c10d.BarrierOptions()
-        barrier.device_ids, barrier.device = [1, 2], torch.device("cpu")
-        for options in (made, barrier, *(getattr(ops.c10d, name)() for name in ops.FIELDS)):
-            fields = ops.options_to_fields(options)
-            self.assertTrue(all(type(each) in (int, bool, str, tuple, type(None)) for each in fields), fields)
-            again = ops.options_from_fields(type(options).__name__, fields)
-            self.assertEqual(type(again), type(options))
-            self.assertEqual(ops.options_to_fields(again), fields)
-        self.assertEqual(ops.options_to_fields(made)[:4], (int(dist.ReduceOp.BXOR), 3, 1, 1500))
-        self.assertEqual((ops.options_to_fields(None), ops.options_from_fields(None, ())), ((), None))
-
-    def test_a_factor(self) -> None:
-        made = ops.c10d.AllreduceOptions()
-        made.reduceOp = ops.c10d._make_nccl_premul_sum(2.5)
-        try:
-            fields = ops.options_to_fields(made)
-        except errors.UnsupportedOp as error:
-            self.assertFalse(hasattr(made.reduceOp, "factor"))
-            self.assertIn("multiply", str(error))
-            return
-        self.assertEqual(ops.options_from_fields("AllreduceOptions", fields).reduceOp.factor, 2.5)
-        made.reduceOp = ops.c10d._make_nccl_premul_sum(torch.tensor([1.0]))
-        with self.assertRaises(errors.UnsupportedOp):
-            ops.options_to_fields(made)
 
 
 if __name__ == "__main__":
