@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
+from .._copy import copy_bytes
 from ._layout import FlatSpace
 from ._memory import byte_tensor, view_at
 
@@ -25,7 +25,7 @@ class Interval:
         self.start = start
         self.end = end
         self.owner = tensor.untyped_storage()
-        self.on_host = tensor.device.type == "cpu"
+        self.on_host = tensor.is_cpu
         self.address = tensor.data_ptr()
         self.next: Interval | None = None
 
@@ -37,13 +37,6 @@ class Interval:
         """All of the memory, as a uint8 tensor."""
         return byte_tensor(self.owner, self.address - self.owner.data_ptr(), self.end - self.start)
 
-    def write(self, at: int, buffer: torch.Tensor, low: int, high: int) -> None:
-        """Copy bytes ``low`` to ``high`` of ``buffer`` (uint8, on the host) to byte ``at`` of the region."""
-        if self.on_host:
-            ctypes.memmove(self.address + at - self.start, buffer.data_ptr() + low, high - low)
-        else:
-            self.memory()[at - self.start :][: high - low].copy_(buffer[low:high])
-
 
 def spread(
     intervals: Sequence[Interval | None], flat: FlatSpace, extent: int, at: int, buffer: torch.Tensor, low: int, n: int
@@ -53,11 +46,23 @@ def spread(
     ``intervals`` has the first one of every region.
     """
     pieces = [(extent, at, at + n)] if extent < flat.large else flat.small_pieces(at, at + n)
+    address = buffer.data_ptr()
     for region, start, end in pieces:
-        target = intervals[region]
-        while target is not None:
-            first, last = max(start, target.start), min(end, target.end)
-            if first < last:
-                target.write(first, buffer, low + first - start, low + last - start)
-            target = target.next
+        put(intervals[region], start, end, buffer, address, low)
         low += end - start
+
+
+def put(target: Interval | None, start: int, end: int, buffer: torch.Tensor, address: int, low: int) -> None:
+    """Copy bytes ``start`` to ``end`` of a region, from ``low`` of ``buffer`` (which is at ``address``), to its
+    intervals, of which ``target`` is the first.
+    """
+    while target is not None:
+        first = target.start if target.start > start else start
+        last = target.end if target.end < end else end
+        if first < last:
+            source, goal, size = low + first - start, first - target.start, last - first
+            if target.on_host:
+                copy_bytes(target.address + goal, address + source, size)
+            else:
+                target.memory()[goal : goal + size].copy_(buffer[source : source + size])
+        target = target.next

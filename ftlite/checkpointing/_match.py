@@ -85,7 +85,11 @@ class Match:
         seen = set()
         for key, child in _tree.children(node):
             seen.add(key)
-            self._walk(child, mine.get(key, _tree.MISSING), (path, key), depth + 1)
+            here = mine.get(key, _tree.MISSING)
+            if type(child) is list and child[0] == "t":  # nearly always: the call would cost as much as what it does
+                self._tensor("t", child[1], here, (path, key))
+            else:
+                self._walk(child, here, (path, key), depth + 1)
         if len(seen) < len(mine):
             for key in mine.keys() - seen:
                 self._note_only_here(mine[key], (path, key), depth + 1)
@@ -143,7 +147,7 @@ class Match:
                 f"the donor has {str(theirs or 'a plain tensor')[:_TEXT]}, the receiver {whole or 'a plain tensor'}; a "
                 "shard is healed by the same shard of an equal mesh",
             )
-        if not is_plain(local) or local.device.type == "meta":
+        if not is_plain(local) or local.is_meta:
             raise self._misfit(
                 path,
                 f"the receiver's {type(local).__name__} ({local.layout}, {local.device}) cannot be written in place; "
@@ -161,7 +165,8 @@ class Match:
                 f"the storage of the receiver's tensor ({_shown(local)}) has only {local.untyped_storage().nbytes()} "
                 "bytes, as one that was freed; give it its memory before it is healed",
             )
-        if any(by == 0 and n > 1 and theirs for n, by, theirs in zip(local.shape, local.stride(), spec.stride)):
+        steps = local.stride()
+        if 0 in steps and any(by == 0 and n > 1 and their for n, by, their in zip(local.shape, steps, spec.stride)):
             raise self._misfit(
                 path,
                 f"the receiver's expanded tensor ({_shown(local)}) has one element for several of the donor's (stride "

@@ -20,7 +20,7 @@ from . import _tree
 from ._checksum import RowSum, checksum_of
 from ._describe import Leaf, describe
 from ._device import HostStage
-from ._interval import Interval
+from ._interval import Interval, put
 from ._layout import FlatSpace, Layout, Region, cut, packed_stride
 from ._manifest import (
     MAX_MANIFEST_BYTES,
@@ -107,11 +107,8 @@ class Snapshot:
 
     def copy_to(self, targets: Sequence[Interval | None]) -> None:
         """Copy every region to its intervals, as a transfer would."""
-        for address, nbytes, interval in zip(self._memory.addresses, self.flat.sizes, targets):
-            host = torch.frombuffer(view_at(address, nbytes), dtype=torch.uint8)
-            while interval is not None:
-                interval.write(interval.start, host, interval.start, interval.end)
-                interval = interval.next
+        for address, nbytes, first in zip(self._memory.addresses, self.flat.sizes, targets):
+            put(first, 0, nbytes, torch.frombuffer(view_at(address, nbytes), dtype=torch.uint8), address, 0)
 
     def _leaf_of_whole(self, tag: str, number: int, storages: dict[int, torch.UntypedStorage]) -> Any:
         record, leaf = self.manifest.record(number), self._leaves[number]

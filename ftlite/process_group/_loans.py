@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._copy import copy_bytes
 from .._deadline import Deadline
 from .._errors import DeadlineExceeded, UnsupportedOp
 from . import _messages as says
@@ -24,7 +25,7 @@ from ._arena import Arena, Slot
 from ._inflight import NOTHING, InFlight, Relation
 from ._mapping import dtype_code
 from ._ops import Direction, Op
-from ._staging import alias, copy_bytes, pack, plain, require_memory, stageable, unpack
+from ._staging import alias, pack, plain, require_memory, stageable, unpack
 
 __all__ = ["Borrower", "Ledger", "Lent", "lendable"]
 

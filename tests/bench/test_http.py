@@ -7,12 +7,13 @@ import argparse
 import json
 import sys
 
-import torch  # noqa: F401 - the child processes need it, so what runs without torch leaves this module out
+import torch  # the child processes need it as well, so what runs without torch leaves this module out
 
 from tests import PACKAGE, load
 from tests._support import LONG_S, GuardedTestCase, run_python
 
 http = load("bench.http")
+worker = load("bench._http_worker")
 
 SIZE = 8_000_000
 SMALL = ("--total-size", str(SIZE), "--chunk-size", "100KB")
@@ -38,8 +39,9 @@ class HttpBenchTest(GuardedTestCase):
         self.assertIs(found["verified"], True)
         return found
 
-    def test_in_place(self) -> None:
-        found = self.figures("--inplace", "--runs", "2")
+    def test_in_place_two_readers(self) -> None:
+        found = self.figures("--inplace", "--runs", "2", "--readers", "2")
+        self.assertEqual((found["inplace"], found["readers"], found["num_chunks"]), (True, 2, None))
         self.assertEqual((found["state_bytes"], found["tensors"]), (SIZE, 80))
         self.assertEqual(len(found["fetch_s"]), 2)
         self.assertEqual(found["first_s"], found["fetch_s"][0])
@@ -47,10 +49,6 @@ class HttpBenchTest(GuardedTestCase):
         for name in ("receiver_peak_growth_bytes", "donor_peak_growth_bytes"):
             # threads and sockets cost a little; a system that does not tell says so
             self.assertLess(found[name] or 0, 64_000_000, name)
-
-    def test_into_fresh_memory_two_readers(self) -> None:
-        found = self.figures("--runs", "1", "--readers", "2")
-        self.assertEqual((found["inplace"], found["readers"], found["num_chunks"]), (False, 2, None))
 
     def test_single_stream_in_lines(self) -> None:
         text = self.bench("--num-chunks", "0", "--runs", "1")
@@ -63,10 +61,13 @@ class HttpBenchTest(GuardedTestCase):
         ):
             self.assertIn(part, text)
 
-    def test_pairs_with_another_interpreter(self) -> None:
+    def test_pairs_with_another_interpreter_into_fresh_memory(self) -> None:
         found = self.figures("--runs", "1", "--pairs", "1", "--against", sys.executable)
         self.assertGreater(found["first_ratio"], 0)
         self.assertEqual(found["this"]["torch"], found["other"]["torch"])
+        for side in (found["this"], found["other"]):
+            self.assertEqual((side["inplace"], side["readers"], side["num_chunks"]), (False, 1, None))
+            self.assertEqual((side["state_bytes"], side["tensors"]), (SIZE, 80))
 
     def test_an_interpreter_that_is_not_there(self) -> None:
         done = run_python("-m", PACKAGE, "bench", "http", *SMALL, "--runs", "1", "--pairs", "1", "--against", "/none")
@@ -75,30 +76,27 @@ class HttpBenchTest(GuardedTestCase):
         self.assertEqual(done.stdout, "")
 
     def test_wrong_bytes_have_no_figures(self) -> None:
-        # the comparison itself, in a process of its own since it needs torch
-        code = f"""
-import torch
-from {PACKAGE}.bench import _http_worker as w
-options = {{"total_size": 4000, "chunk_size": 400}}
-cpu = torch.device("cpu")
-good = lambda: {{f"w{{i}}": t for i, t in enumerate(w._tensors(options, cpu))}}
-w._verify(good(), good(), options, cpu)
-wrong, swapped, short, longer = good(), good(), good(), good()
-wrong["w9"].view(torch.int32)[99] ^= 1
-swapped["w3"], swapped["w4"] = swapped["w4"], swapped["w3"]
-short["w0"] = short["w0"][:-1]
-longer["extra"] = torch.zeros(1)
-for got, own in ((wrong, None), (good(), wrong), (swapped, None), (short, None), (longer, None)):
-    try:
-        w._verify(got, own, options, cpu)
-    except ValueError as error:
-        print(error)
-"""
-        lines = run_python("-W", "ignore", "-c", code, check=True).stdout.splitlines()
-        self.assertEqual(len(lines), 5, lines)
-        self.assertIn("w9 (returned)", lines[0])
-        self.assertIn("w9 (in place)", lines[1])
-        self.assertIn("w3", lines[2])
+        line = {"total_size": 4000, "chunk_size": 400}
+        cpu = torch.device("cpu")
+
+        def good() -> dict[str, torch.Tensor]:
+            return {f"w{i}": tensor for i, tensor in enumerate(worker._tensors(line, cpu))}
+
+        worker._verify(good(), good(), line, cpu)
+        wrong, swapped, short, longer = good(), good(), good(), good()
+        wrong["w9"].view(torch.int32)[99] ^= 1
+        swapped["w3"], swapped["w4"] = swapped["w4"], swapped["w3"]
+        short["w0"] = short["w0"][:-1]
+        longer["extra"] = torch.zeros(1)
+        for got, own, said in (
+            (wrong, None, r"w9 \(returned\)"),
+            (good(), wrong, r"w9 \(in place\)"),
+            (swapped, None, "w3"),
+            (short, None, ""),
+            (longer, None, ""),
+        ):
+            with self.assertRaisesRegex(ValueError, said):
+                worker._verify(got, own, line, cpu)
 
     def test_more_memory_than_there_is(self) -> None:
         with self.assertRaisesRegex(ValueError, "lower --total-size or --readers"):

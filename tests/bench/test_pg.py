@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
+from unittest import mock
 
 import torch  # noqa: F401 - the child processes need it, so what runs without torch leaves this module out
 
@@ -25,13 +29,10 @@ IN_THE_CHILD = {"configure after kill -9", "large, shared"}
 class ProcessGroupBenchTest(GuardedTestCase):
     limit_s = LONG_S
 
-    def bench(self, *line: str) -> str:
-        done = run_python("-m", PACKAGE, "bench", "pg", *SMALL, *line, limit_s=LONG_S / 2)
-        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
-        return done.stdout
-
     def test_every_part_is_measured(self) -> None:
-        found = json.loads(self.bench("--json"))
+        done = run_python("-m", PACKAGE, "bench", "pg", *SMALL, "--json", limit_s=LONG_S / 2)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+        found = json.loads(done.stdout)
         self.assertIs(found["verified"], True)
         rows = {row["part"]: row for row in found["parts"]}
         self.assertEqual(set(rows), ON_BOTH | IN_THE_CHILD)
@@ -42,9 +43,18 @@ class ProcessGroupBenchTest(GuardedTestCase):
                 low, high = row["ratios"]
                 self.assertTrue(0 < low <= row["ratio"] <= high, row)
         self.assertEqual(rows["large, same"]["size"], 100_000)
+        self.in_lines(found)
 
-    def test_in_lines(self) -> None:
-        text = self.bench()
+    def in_lines(self, found: dict[str, object]) -> None:
+        """The same figures without --json."""
+        parser = argparse.ArgumentParser()
+        pg.add_arguments(parser)
+        with (
+            mock.patch.object(pg, "_measure", return_value=found),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+        ):
+            self.assertEqual(pg.run(parser.parse_args(SMALL)), 0)
+        text = printed.getvalue()
         for part in ON_BOTH | IN_THE_CHILD:
             self.assertIn(part, text)
         self.assertIn("verified: every sum, on torch ", text)

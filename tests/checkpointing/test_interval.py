@@ -38,21 +38,31 @@ class Host(unittest.TestCase):
             self.memory.zero_()
             low, high = sorted((rng.randint(0, 40), rng.randint(0, 40)))
             skip = rng.randint(0, 60)
-            self.one.write(500 + low, source, skip, skip + high - low)
+            interval.put(self.one, 500 + low, 500 + high, source, source.data_ptr(), skip)
             wanted = [0] * 100
             wanted[20 + low : 20 + high] = range(skip + 1, skip + 1 + high - low)
             self.assertEqual(self.memory.tolist(), wanted)
+
+    def test_what_lies_in_two_intervals(self) -> None:
+        self.one.next = interval.Interval(540, 560, self.memory[70:90])
+        source = torch.arange(1, 101, dtype=torch.uint8)
+        interval.put(self.one, 535, 545, source, source.data_ptr(), 3)
+        wanted = [0] * 100
+        wanted[55:60], wanted[70:75] = range(4, 9), range(9, 14)
+        self.assertEqual(self.memory.tolist(), wanted)
 
     def test_the_memory_outlives_a_new_data(self) -> None:
         tensor = torch.zeros(64 << 20, dtype=torch.uint8)  # so large that its memory is gone when it is freed
         one = interval.Interval(0, 64 << 20, tensor)
         tensor.data = torch.zeros(4, dtype=torch.uint8)
-        one.write((64 << 20) - 4, torch.ones(4, dtype=torch.uint8), 0, 4)
+        ones = torch.ones(4, dtype=torch.uint8)
+        interval.put(one, (64 << 20) - 4, 64 << 20, ones, ones.data_ptr(), 0)
         self.assertEqual(tensor.tolist(), [0] * 4)
         self.assertEqual(one.memory()[-5:].tolist(), [0, 1, 1, 1, 1])
 
     def test_bits_of_the_owner_do_not_matter(self) -> None:
         owner = torch.zeros(4, dtype=torch.complex64)
         one = interval.Interval(0, 32, owner.conj())
-        one.write(0, torch.full((32,), 1, dtype=torch.uint8), 0, 32)
+        ones = torch.ones(32, dtype=torch.uint8)
+        interval.put(one, 0, 32, ones, ones.data_ptr(), 0)
         self.assertEqual(set(owner.view(torch.float32).view(torch.uint8).tolist()), {1})

@@ -19,6 +19,7 @@ from tests._support import WAIT_S, GuardedTestCase, descriptors, run_python, wai
 
 arena_module = load("process_group._arena")
 mapping = load("process_group._mapping")
+copy = load("_copy")
 staging = load("process_group._staging")
 errors = load("_errors")
 Deadline = load("_deadline").Deadline
@@ -50,11 +51,11 @@ class Slots(ArenaCase):
     def test_shared_with_a_child(self) -> None:
         source = torch.arange(1000, dtype=torch.int64)
         slot = self.take(8000)
-        staging.copy_bytes(slot.pointer, source.data_ptr(), 8000)
+        copy.copy_bytes(slot.pointer, source.data_ptr(), 8000)
         theirs = self.child_mapping(slot.segment).tensor(slot.offset, torch.int64, (1000,))
         self.assertTrue(torch.equal(theirs, source))
         theirs.neg_()
-        staging.copy_bytes(source.data_ptr(), slot.pointer, 8000)
+        copy.copy_bytes(source.data_ptr(), slot.pointer, 8000)
         self.assertEqual(int(source[999]), -999)
         self.assertEqual(slot.nbytes, 8000)
         self.arena.give(slot)

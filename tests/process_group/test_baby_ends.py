@@ -56,6 +56,9 @@ def say(*groups):
 ORPHAN_S = 2 * SCALE
 
 
+trainers: Trainers
+
+
 def setUpModule() -> None:
     global trainers
     trainers = Trainers()
@@ -134,9 +137,10 @@ def end():
     for group in groups:
         group.shutdown()
     took_s = time.monotonic() - started_s
-    if took_s > 1.0: print("shutdown took", took_s, file=sys.stderr)
+    if took_s > 1.5: print("shutdown took", took_s, file=sys.stderr)
 """
-        # ours runs after the package's own exit hook, which was registered later; and before it
+        # ours runs before the package's own exit hook, which was registered earlier; and after it, when each group
+        # waits half a second for its reader, which is not to go on before the interpreter stops it
         self.leaves_nothing(code + "say(*groups); atexit.register(end)")
         self.leaves_nothing("atexit.register(lambda: end())\n" + code + "say(*groups)")
         self.leaves_nothing(code + "groups[0].allreduce([torch.ones(3)]); say(*groups); atexit.register(end)")

@@ -38,29 +38,70 @@ from tests.process_group._template_tools import caught_stderr
 # From a failure until the caller knows of it.
 TOLD_S = 2.0 * SCALE
 
+# What the children run: the real thing, once each has told of itself in a file.
+ENTRY = """
+import importlib, json, os, sys
+child = importlib.import_module(f"{__package__}._child")
+def main(end):
+    named = [name for name in sys.modules if name.partition(".")[0] in ("acme", "ftlite")]
+    main = sys.modules["__main__"].__file__.rpartition("/")[2]
+    with open(os.environ["CHILD_SAYS"], "a") as file:
+        print(json.dumps([os.getpid(), named, main, list(sys.flags), sys.warnoptions]), file=file)
+    return child.main(end)
+"""
 # A trainer without a main guard. It would start trainers without end, or print twice, if anybody ran it again.
+# It ends without a shutdown of its last groups.
 TRAINER = f"""
-import importlib, os, sys
+import importlib, json, os, sys, threading
 sys.path[:0] = [root for root in {import_roots()!r} if root not in sys.path]
 import torch
 from torch.distributed import TCPStore
-group = importlib.import_module({PACKAGE!r} + ".process_group").ProcessGroupBabyGloo(timeout={LONG_S / 4})
+room = importlib.import_module({PACKAGE!r} + ".process_group")
 rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-port = int(os.environ.get("STORE_PORT", 0))
-store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-for round in range(3):
-    group.configure(f"127.0.0.1:{{store.port}}/round{{round}}", f"replica{{rank}}", rank, size)
+os.environ["CHILD_SAYS"] = says = f"{{FOLDER}}/said{{rank}}"
+importlib.import_module({PACKAGE!r} + ".process_group._template").ENTRY = f"{{FOLDER}}/entry.py"
+def make():
+    return room.ProcessGroupBabyGloo(timeout={LONG_S / 4})
+def adds(group, rank, size):
     tensor = torch.full((4,), rank + 1.0)
     group.allreduce([tensor]).wait()
-    said = tensor.tolist() == [size * (size + 1) / 2] * 4
+    return tensor.tolist() == [size * (size + 1) / 2] * 4
+group = make()
+port = int(os.environ.get("STORE_PORT", 0))
+store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+addresses = [f"127.0.0.1:{{store.port}}/round{{round}}" for round in range(3)]
+if size > 1:  # and at the store of torchrun
+    addresses.append(f"{{os.environ['MASTER_ADDR']}}:{{os.environ['MASTER_PORT']}}/ours")
+said = True
+for address in addresses:
+    group.configure(address, f"replica{{rank}}", rank, size)
+    said = adds(group, rank, size) and said
     group.barrier().wait()
-os.write(1, f"{{said}} {{__name__}}\\n".encode())  # in one piece, whoever else writes
+with open(says) as file:
+    children = [json.loads(line) for line in file]
+if children[-1][0] != group.child_pid():
+    print("another child said", children[-1], "than", group.child_pid())
+for child in children:
+    if child[1:] != [[], "_boot.py", list(sys.flags), sys.warnoptions]:
+        print("a child said", child, "and the trainer has", list(sys.flags), sys.warnoptions)
+if "anew" in sys.argv:  # it was the only one, so that the next have another template
+    group.shutdown()
+own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+pair = [make(), make()]
+where = f"127.0.0.1:{{own.port}}/pair"
+threads = [threading.Thread(target=one.configure, args=(where, "r", r, 2)) for r, one in enumerate(pair)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+tensors = [torch.ones(5), torch.ones(5)]
+for work in [one.allreduce([tensor]) for one, tensor in zip(pair, tensors)]: work.wait()
+said = said and all(tensor.tolist() == [2.0] * 5 for tensor in tensors)
 group.shutdown()
+os.write(1, f"{{said}} {{__name__}}\\n".encode())  # in one piece, whoever else writes
 """
 
 
 class Hosts(GuardedTestCase):
-    """However a trainer is started."""
+    """However a trainer is started: its groups work, and their children are neither it nor a host package."""
 
     limit_s = LONG_S
 
@@ -69,34 +110,39 @@ class Hosts(GuardedTestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
+        (self.folder / "entry.py").write_text(ENTRY)
+        self.code = f"FOLDER = {folder.name!r}\n{TRAINER}"
         self.script = self.folder / "train.py"
-        self.script.write_text(TRAINER)
+        self.script.write_text(self.code)
 
     def says(self, text: str, *args: str, **options: Any) -> None:
         done = run_python(*args, limit_s=LONG_S / 2, **options)
         self.assertEqual((done.stdout, done.stderr, done.returncode), (text, "", 0))
 
     def test_script_without_a_main_guard(self) -> None:
-        self.says("True __main__\n", str(self.script))
+        self.says("True __main__\n", str(self.script), "anew")
 
     def test_command_line_text(self) -> None:
-        self.says("True __main__\n", "-c", TRAINER)
+        self.says("True __main__\n", "-c", self.code)
+
+    def test_standard_input(self) -> None:
+        self.says("True __main__\n", "-", input=self.code)
 
     def test_module(self) -> None:
         self.says("True __main__\n", "-m", "train", cwd=self.folder)
 
     def test_notebook(self) -> None:
         # its main module has no __file__, cells run by exec, and a loop runs in the thread
-        cell = f"async def cell():\n exec({TRAINER!r}, {{'__name__': 'cell'}})\n"
+        cell = f"async def cell():\n exec({self.code!r}, {{'__name__': 'cell'}})\n"
         run = "import __main__\n__main__.__dict__.pop('__file__', None)\nimport asyncio; asyncio.run(cell())"
         self.says("True cell\n", "-c", cell + run)
 
     def test_torchrun(self) -> None:
         # it prints lines of several processes as they come, and a word of its own about threads to stderr
-        run = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(self.script))
         done = subprocess.run(
-            [sys.executable, *run],
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(self.script)],
             env={**child_env(), "OMP_NUM_THREADS": "1", "STORE_PORT": str(free_port())},
+            cwd=self.folder,
             timeout=LONG_S / 2,
             capture_output=True,
             text=True,

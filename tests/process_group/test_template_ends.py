@@ -43,7 +43,7 @@ for order in sys.stdin:
         code, *files = json.loads(order)
         os.setsid()
         for number, path in enumerate(files, 1):
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            file = os.open(path, os.O_WRONLY | os.O_APPEND)
             os.dup2(file, number)
             os.close(file)
         exec(compile(code, "<trainer>", "exec"), globals())
@@ -72,6 +72,8 @@ class Trainers:
         """A new process, in a process group of its own. One at a time."""
         self._count += 1
         out, err = (Path(self._folder.name, f"{name}{self._count}") for name in ("out", "err"))
+        out.touch()
+        err.touch()
         self._process.stdin.write(json.dumps([code, str(out), str(err)]).encode() + b"\n")
         return Trainer(self, int(self.answer()), out, err)
 
@@ -107,7 +109,7 @@ class Trainer:
 
         def said() -> list[str]:
             over = self._code is not None or self._trainers.answers(0)
-            lines = self._out.read_text().splitlines(keepends=True) if self._out.exists() else []
+            lines = self._out.read_text().splitlines(keepends=True)
             found = [line for line in lines[:count] if line.endswith("\n")]
             if over and len(found) < count:
                 raise AssertionError(f"it ended and had said {found}:\n{self._err.read_text()}")
@@ -127,7 +129,7 @@ class Trainer:
             self.kill()
         if self._code is None:
             self._code = int(self._trainers.answer())
-        out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
+        out, err = self._out.read_text(), self._err.read_text()
         if late:
             raise AssertionError(f"it ran for longer than {limit_s:g} s:\n{out}\n{err}")
         return self._code, out, err
@@ -138,6 +140,9 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self.kill()
         self.ended()
+
+
+trainers: Trainers
 
 
 def setUpModule() -> None:
@@ -329,7 +334,7 @@ if status == 0 and talk.ask("result = 'alive'") == 'alive':
 """
         self.exits(code)
 
-    def test_rounds_print_nothing(self) -> None:
+    def test_three_rounds_print_nothing(self) -> None:
         code = """
 pids = []
 source.release()

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The template starts from wherever a trainer does, and runs neither its ``__main__`` nor a host package again."""
+"""The template starts where a trainer hardly does, and runs neither its ``__main__`` nor a host package again.
+
+The usual ways to start a trainer are those of ``test_baby_starts``.
+"""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tests import PACKAGE, load
-from tests._support import LONG_S, GuardedTestCase, child_env, import_roots, run_python
+from tests._support import LONG_S, GuardedTestCase, import_roots, run_python
 from tests.process_group._template_tools import ENTRY
 
 # What each trainer does: one child, and out comes what the child says of itself. It would say so twice, or start
@@ -56,25 +57,6 @@ class Hosts(GuardedTestCase):
         done = run_python(*args, limit_s=LONG_S / 2, **options)
         self.assertEqual((done.stdout, done.stderr, done.returncode), (said, "", 0))
 
-    def test_script_without_a_main_guard(self) -> None:
-        self.holds(str(self.script))
-
-    def test_command_line_text(self) -> None:
-        self.holds("-c", TRAINER)
-
-    def test_module(self) -> None:
-        self.holds("-m", "train", cwd=self.folder)
-
-    def test_standard_input(self) -> None:
-        self.holds("-", input=TRAINER)
-
-    def test_notebook(self) -> None:
-        # its main module has no __file__, cells run by exec, and a loop runs in the thread
-        cell = (
-            f"import __main__\n__main__.__dict__.pop('__file__', None)\nasync def cell():\n exec({TRAINER!r}, {{}})\n"
-        )
-        self.holds("-c", cell + "import asyncio; asyncio.run(cell())")
-
     def test_optimized_isolated_and_strict(self) -> None:
         # -I: no PYTHON* variable counts, and the user's site is left out; the warning is one of torch 2.6
         strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy", "-X", "faulthandler")
@@ -88,20 +70,6 @@ class Hosts(GuardedTestCase):
         elsewhere.mkdir()
         self.script = self.script.rename(elsewhere / "train.py")
         self.holds(str(self.script), cwd=self.folder)
-
-    def test_torchrun(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(self.script)],
-            env={**child_env(), "OMP_NUM_THREADS": "1"},
-            cwd=self.folder,
-            timeout=LONG_S / 2,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        # both write to the same pipe, a line maybe in two pieces
-        said = done.stdout.replace("\n", "")
-        self.assertEqual((said, done.returncode), (SAID.replace("\n", "") * 2, 0), done.stderr)
 
     def test_copy_in_a_host_package(self) -> None:
         vendor = self.folder / "acme" / "_vendor"

@@ -88,12 +88,15 @@ class Counted(GuardedTestCase):
 class Dies(GuardedTestCase):
     limit_s = LONG_S
 
-    def setUp(self) -> None:
-        super().setUp()
+    def test_each_end_has_a_successor(self) -> None:
+        """One end after the other, since the successor of one is the template of the next."""
         self.template = template.Template(ENTRY).hold()
         self.addCleanup(self.template.release)
+        for end in (self.while_a_fork_is_awaited, self.while_nobody_waits, self.one_that_does_not_listen_is_put_down):
+            with self.subTest(end.__name__):
+                end()
 
-    def test_while_a_fork_is_awaited(self) -> None:
+    def while_a_fork_is_awaited(self) -> None:
         with Talk(self.template) as talk:
             pid = self.template.pid()
             os.kill(pid, signal.SIGSTOP)
@@ -129,7 +132,7 @@ class Dies(GuardedTestCase):
             self.assertEqual(talk.ask("result = 'alive'"), "alive")
             self.assertNotEqual(self.template.pid(), pid)
 
-    def test_while_nobody_waits(self) -> None:
+    def while_nobody_waits(self) -> None:
         with Talk(self.template) as talk:
             talk.ask("import ctypes; end.sendall(b'null\\n'); ctypes.PyDLL(None).sleep(600)")
             pid = self.template.pid()
@@ -144,7 +147,7 @@ class Dies(GuardedTestCase):
         with Talk(self.template):
             pass
 
-    def test_one_that_does_not_listen_is_put_down(self) -> None:
+    def one_that_does_not_listen_is_put_down(self) -> None:
         with Talk(self.template), mock.patch.object(self.template._process._pipe, "write_limit_s", 0.2):
             pid = self.template.pid()
             os.kill(pid, signal.SIGSTOP)
