@@ -34,6 +34,9 @@ COMMANDS = (
     Command(("demo",), ".demo", "watch a late replica heal from a training one, bit for bit"),
     Command(("bench", "http"), ".bench.http", "measure HTTPTransport between two processes of this machine"),
     Command(("bench", "pg"), ".bench.pg", "measure process groups in a child process against those in this one"),
+    Command(
+        ("bench", "pg-transport"), ".bench.pg_transport", "measure PGTransport between two processes of this machine"
+    ),
 )
 
 # As it was started, so that a copy inside another package tells its own command.

@@ -12,15 +12,30 @@ import gc
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Bar", "MemoryPeak", "Stages", "available_bytes", "in_bytes", "parse_size", "rate"]
+__all__ = [
+    "Bar",
+    "MemoryPeak",
+    "Stages",
+    "available_bytes",
+    "counted",
+    "in_bytes",
+    "largest",
+    "parse_size",
+    "positive",
+    "rate",
+    "require_memory",
+]
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*([0-9.]+(?:E[0-9]+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
+
+# What a process needs beside its state: the interpreter and torch.
+_PROCESS_BYTES = 400_000_000
 
 # Characters of a bar: it and its text fit into 80 columns.
 _BAR_WIDTH = 28
@@ -36,6 +51,24 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, as 300MB, 2GB, 64MiB or 2e9")
     return size
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1; for ``argparse``."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def counted(number: int, what: str) -> str:
+    """``number`` things in words, as "1 run" or "3 runs"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def largest(values: Iterable[int | None]) -> int | None:
+    """The largest of those that are known; None where none is."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def in_bytes(count: float) -> str:
@@ -61,6 +94,21 @@ def available_bytes() -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def require_memory(processes: int, state_bytes: int, hint: str) -> None:
+    """End with a plain word before the system kills something; ``hint`` is what to change.
+
+    Raises:
+        ValueError: ``processes`` with such a state each need more than there is.
+    """
+    needed = (state_bytes + _PROCESS_BYTES) * processes
+    there = available_bytes()
+    if there is not None and needed > there:
+        raise ValueError(
+            f"{processes} processes with a state of {in_bytes(state_bytes)} each need about {in_bytes(needed)} of "
+            f"memory and {in_bytes(there)} are available: {hint}"
+        )
 
 
 class Stages:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .._deadline import Deadline
 from . import _pairs
-from ._common import Stages, available_bytes, in_bytes, parse_size, rate
+from ._common import Stages, counted, in_bytes, largest, parse_size, positive, rate, require_memory
 from ._workers import Crew, Worker
 
 __all__ = ["add_arguments", "run"]
@@ -24,8 +24,6 @@ __all__ = ["add_arguments", "run"]
 _TIMEOUT_S = 300.0
 # The server's own default; more readers than that are asked for only by --readers.
 _MAX_READERS = 16
-# What a process needs beside its state: the interpreter and torch.
-_PROCESS_BYTES = 400_000_000
 
 _MODULE = f"{__package__}._http_worker"
 
@@ -39,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--total-size", type=parse_size, default=10**9, metavar="SIZE", help="of the state (1GB)")
     parser.add_argument("--chunk-size", type=parse_size, default=10**6, metavar="SIZE", help="of each tensor (1MB)")
     parser.add_argument("--inplace", action="store_true", help="receive into tensors that exist")
-    parser.add_argument("--runs", type=_positive, default=3, metavar="N", help="heals per receiver (3)")
-    parser.add_argument("--readers", type=_positive, default=1, metavar="K", help="receivers at once (1)")
+    parser.add_argument("--runs", type=positive, default=3, metavar="N", help="heals per receiver (3)")
+    parser.add_argument("--readers", type=positive, default=1, metavar="K", help="receivers at once (1)")
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, metavar="S", help="seconds for each stage (300)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     _pairs.add_arguments(parser)
@@ -55,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.against or args.against_single_stream:
         return _pairs.run(args, _command_line(args))
-    _check_memory(args)
+    if args.device == "cpu":
+        require_memory(args.readers + 1, args.total_size, "lower --total-size or --readers")
     figures = _measure(args, Stages(None if args.json else _say))
     if args.json:
         print(json.dumps(figures), flush=True)
@@ -103,7 +102,7 @@ def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         **{name: getattr(args, name) for name in ("device", "num_chunks", "inplace", "runs", "readers")},
         **{name: created[name] for name in ("state_bytes", "tensors")},
         **_timings(stages, size),
-        "receiver_peak_growth_bytes": _largest([got["growth"] for row in rows for got in row]),
+        "receiver_peak_growth_bytes": largest([got["growth"] for row in rows for got in row]),
         "donor_peak_growth_bytes": finished["growth"],
     }
 
@@ -136,8 +135,8 @@ def _summary(figures: dict[str, Any]) -> list[str]:
     size, many = figures["state_bytes"], figures["readers"] > 1
     each = f", {figures['readers']} receivers at once, for each" if many else ""
     first_s, median_s = figures["first_s"], figures["median_s"]
-    where = _count(figures["runs"], "run") + (f" of {figures['readers']} receivers" if many else "")
-    lines = [f"verified: {_count(figures['tensors'], 'tensor')}, {in_bytes(size)}, bit for bit, in {where}"]
+    where = counted(figures["runs"], "run") + (f" of {figures['readers']} receivers" if many else "")
+    lines = [f"verified: {counted(figures['tensors'], 'tensor')}, {in_bytes(size)}, bit for bit, in {where}"]
     first, median = f"{first_s:.4f} s ({rate(size, first_s)})", f"{median_s:.4f} s ({rate(size, median_s)})"
     lines.append(f"first heal {first}{f', median {median}' if figures['runs'] > 1 else ''}{each}")
     grown = figures["receiver_peak_growth_bytes"]
@@ -149,20 +148,9 @@ def _summary(figures: dict[str, Any]) -> list[str]:
         lines.append(f"receiver peak +{in_bytes(grown)}, {grown / size:.3f} of the state (into fresh memory)")
     if figures["donor_peak_growth_bytes"] is not None:
         lines.append(
-            f"donor peak +{in_bytes(figures['donor_peak_growth_bytes'])} with {_count(figures['readers'], 'reader')}"
+            f"donor peak +{in_bytes(figures['donor_peak_growth_bytes'])} with {counted(figures['readers'], 'reader')}"
         )
     return lines
-
-
-def _check_memory(args: argparse.Namespace) -> None:
-    """End with a plain word before the system kills something."""
-    needed = (args.total_size + _PROCESS_BYTES) * (args.readers + 1)
-    there = available_bytes()
-    if args.device == "cpu" and there is not None and needed > there:
-        raise ValueError(
-            f"{args.readers + 1} processes with a state of {in_bytes(args.total_size)} each need about "
-            f"{in_bytes(needed)} of memory and {in_bytes(there)} are available: lower --total-size or --readers"
-        )
 
 
 def _command_line(args: argparse.Namespace) -> list[str]:
@@ -180,22 +168,6 @@ def _command_line(args: argparse.Namespace) -> list[str]:
     ]
     line += ["--runs", str(args.runs), "--readers", str(args.readers), "--timeout", str(args.timeout)]
     return line + (["--inplace"] if args.inplace else [])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _largest(values: list[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
 
 
 def _say(line: str) -> None:

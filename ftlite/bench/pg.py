@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from .._deadline import Deadline
-from ._common import Bar, in_bytes, parse_size
+from ._common import Bar, counted, in_bytes, parse_size, positive
 from ._workers import Crew, Message, Worker
 
 __all__ = ["add_arguments", "run"]
@@ -29,11 +29,11 @@ _MODULE = f"{__package__}._pg_worker"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench pg`` to ``parser``."""
     parser.add_argument("--size", type=parse_size, default=20_000_000, metavar="SIZE", help="of a large tensor (20MB)")
-    parser.add_argument("--small-ops", type=_positive, default=200, metavar="N", help="small ops in a row (200)")
-    parser.add_argument("--large-ops", type=_positive, default=10, metavar="N", help="large ops in a row (10)")
-    parser.add_argument("--burst", type=_positive, default=100, metavar="N", help="ops before the first wait (100)")
-    parser.add_argument("--configures", type=_positive, default=5, metavar="N", help="of each kind (5)")
-    parser.add_argument("--runs", type=_positive, default=3, metavar="N", help="repetitions, both kinds in turn (3)")
+    parser.add_argument("--small-ops", type=positive, default=200, metavar="N", help="small ops in a row (200)")
+    parser.add_argument("--large-ops", type=positive, default=10, metavar="N", help="large ops in a row (10)")
+    parser.add_argument("--burst", type=positive, default=100, metavar="N", help="ops before the first wait (100)")
+    parser.add_argument("--configures", type=positive, default=5, metavar="N", help="of each kind (5)")
+    parser.add_argument("--runs", type=positive, default=3, metavar="N", help="repetitions, both kinds in turn (3)")
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, metavar="S", help="seconds for each wait (120)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
@@ -108,8 +108,7 @@ def _summary(figures: dict[str, Any]) -> list[str]:
         times = [_time(row.get(name)) for name in ("child_s", "in_process_s")]
         ratio = f"{row['ratio']:6.2f}x" if "ratio" in row else ""
         lines.append(f"{row['part'] + size:30s} {times[0]:>12s} {times[1]:>12s} {ratio:>7s}".rstrip())
-    runs = figures["runs"]
-    lines.append(f"verified: every sum, on torch {figures['torch']}, {runs} run{'' if runs == 1 else 's'}, two ranks")
+    lines.append(f"verified: every sum, on torch {figures['torch']}, {counted(figures['runs'], 'run')}, two ranks")
     return lines
 
 
@@ -119,10 +118,3 @@ def _time(seconds: float | None) -> str:
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value

@@ -8,6 +8,7 @@ piece. Threads: a session is one thread's; several of one snapshot may run besid
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 
 import torch
@@ -33,6 +34,7 @@ class Session:
         self._deadline = deadline
         self._device = device
         self._number = secrets.randbits(63)
+        self.stages: dict[str, float] = {}  # what each took, in seconds
 
     def refuse(self, error: Exception) -> None:
         """Tell the receiver that there is no state of this step, and why; it is not waited for longer than a second."""
@@ -48,11 +50,13 @@ class Session:
             DeadlineExceeded: the time was up.
         """
         document, total = snapshot.document, snapshot.flat.total
+        began_s = time.perf_counter()
         self._say(Kind.OFFER, total, document, snapshot.document_sum)
         self._hear_yes("took the offer")
         self._say(Kind.GO)
         written = self._send_bytes(document, "the layout")
         self._hear_yes("took the layout")
+        agreed_s = time.perf_counter()
         sums = self._send_state(snapshot, window)
         self._say(Kind.END, total, sums, checksum_of(sums))
         written += self._send_bytes(sums, "the checksums")
@@ -60,6 +64,7 @@ class Session:
         for op in written:
             op.wait(self._deadline)
         self._channel.flush(self._deadline)
+        self.stages = {"send metadata": agreed_s - began_s, "send tensors": time.perf_counter() - agreed_s}
 
     def _say(self, kind: Kind, total: int = 0, more: bytes = b"", more_sum: int = 0) -> None:
         self._channel.say(Control(kind, self._number, self._step, total, len(more), more_sum))

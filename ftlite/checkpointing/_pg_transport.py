@@ -52,6 +52,10 @@ class PGTransport(CheckpointTransport[T]):
             read them (from torch 2.10 on), False lets pickle, which trusts the donor with code. The sender refuses what
             would be refused.
 
+    After a ``send_checkpoint``, ``stages`` has the seconds of its parts, of the slowest receiver's: "preparing
+    state_dict", "send metadata" (until the receiver has found that it fits) and "send tensors" (until it has them,
+    verified).
+
     Raises:
         ValueError, TypeError: a timeout that makes no sense.
     """
@@ -72,6 +76,7 @@ class PGTransport(CheckpointTransport[T]):
         self._weights_only = weights_only
         self._stage = HostStage()
         self._is_shut = False
+        self.stages: dict[str, float] = {}
         # a receive that some groups cannot take back is waited for again in the next call
         self._donors: dict[int, Channel] = {}
         self._receivers: dict[int, Channel] = {}
@@ -118,6 +123,7 @@ class PGTransport(CheckpointTransport[T]):
                 stage=self._stage,
                 cut_into=cut_messages,
             )
+            prepared_s = time.perf_counter() - began_s
         except Exception as e:
             for session in sessions.values():
                 session.refuse(e)
@@ -126,6 +132,10 @@ class PGTransport(CheckpointTransport[T]):
         if errors:
             raise combined(errors, len(sessions), step)
         took_s = time.perf_counter() - began_s
+        self.stages = {"preparing state_dict": prepared_s}
+        for stages in (session.stages for session in sessions.values()):
+            for name, stage_s in stages.items():
+                self.stages[name] = max(stage_s, self.stages.get(name, 0.0))
         logger.info(
             "sent step %d to ranks %s: %d bytes in %d messages to each, %.3f s, %.2f GB/s",
             step, ranks, snapshot.flat.total, len(snapshot.ends), took_s,

@@ -13,7 +13,7 @@ from tests import PACKAGE, load
 from tests._support import LONG_S, GuardedTestCase, run_python
 
 http = load("bench.http")
-worker = load("bench._http_worker")
+state = load("bench._state")
 
 SIZE = 8_000_000
 SMALL = ("--total-size", str(SIZE), "--chunk-size", "100KB")
@@ -80,9 +80,9 @@ class HttpBenchTest(GuardedTestCase):
         cpu = torch.device("cpu")
 
         def good() -> dict[str, torch.Tensor]:
-            return {f"w{i}": tensor for i, tensor in enumerate(worker._tensors(line, cpu))}
+            return state.make_state(line, cpu)
 
-        worker._verify(good(), good(), line, cpu)
+        state.verify(good(), good(), line, cpu)
         wrong, swapped, short, longer = good(), good(), good(), good()
         wrong["w9"].view(torch.int32)[99] ^= 1
         swapped["w3"], swapped["w4"] = swapped["w4"], swapped["w3"]
@@ -96,7 +96,7 @@ class HttpBenchTest(GuardedTestCase):
             (longer, None, ""),
         ):
             with self.assertRaisesRegex(ValueError, said):
-                worker._verify(got, own, line, cpu)
+                state.verify(got, own, line, cpu)
 
     def test_more_memory_than_there_is(self) -> None:
         with self.assertRaisesRegex(ValueError, "lower --total-size or --readers"):
