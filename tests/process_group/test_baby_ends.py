@@ -12,7 +12,7 @@ from typing import Any
 from tests import PACKAGE, not_in_a_copy
 from tests._support import LONG_S, SCALE, GuardedTestCase, import_roots, run_python, wait_until
 from tests.process_group._template_tools import lives
-from tests.process_group.test_template_ends import Trainers
+from tests.process_group._trainers import Trainers
 
 not_in_a_copy()
 
@@ -152,11 +152,11 @@ def end():
         code = "group = one(); cycle = [group]; cycle.append(cycle); add(group); say(group); sys.kept = cycle"
         self.leaves_nothing(code)
 
-    def test_three_rounds_print_nothing(self) -> None:
+    def test_ten_rounds_print_nothing(self) -> None:
         code = """
 pids = []
 groups = [make(), make()]
-for round_ in range(3):
+for round_ in range(10):
     where = address()
     threads = [threading.Thread(target=g.configure, args=(where, "r", r, 2)) for r, g in enumerate(groups)]
     for thread in threads: thread.start()
