@@ -16,7 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import load
 from tests._support import LONG_S, SCALE, WAIT_S, GuardedTestCase, child_env
@@ -372,6 +375,40 @@ class OverTorchsOwn(_Groups):
             sending.finish()
             self.assertEqual(moved["step"], 3)
             self.assertTrue(torch.equal(moved["w"], state["w"]) and torch.equal(moved["small"], state["small"]))
+
+
+class Shards(_Groups):
+    """DTensors: the local shard goes to the receiver's own, on an equal mesh."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        cls.addClassCleanup(dist.destroy_process_group)
+        cls.mesh = init_device_mesh("cpu", (1,))
+
+    def shard(self, local: torch.Tensor, place: Any) -> DTensor:
+        return DTensor.from_local(local, self.mesh, [place], run_check=False)
+
+    def test_in_place_and_another_placement(self) -> None:
+        wanted = noise(600).reshape(30, 20)
+        state = {"w": self.shard(wanted.clone(), Shard(0)), "plain": noise(5)}
+        for place, fits in ((Shard(0), True), (Replicate(), False)):
+            own = {"w": self.shard(torch.zeros(30, 20), place), "plain": torch.zeros(5)}
+            groups = self.team().groups
+            (donor,), (receiver,) = self.transports(groups[:1]), self.transports(groups[1:], state_dict=lambda: own)
+            sending = Sending(donor, 3, state)
+            if fits:
+                moved = receiver.recv_checkpoint(0, donor.metadata(), 3)
+                sending.finish()
+                self.assertIs(moved["w"], own["w"])
+                self.assertTrue(torch.equal(own["w"].to_local(), wanted))
+                continue
+            with self.assertRaisesRegex(errors.LayoutError, "the same shard of an equal mesh"):
+                receiver.recv_checkpoint(0, donor.metadata(), 3)
+            with self.assertRaises(errors.LayoutError):
+                sending.finish()
+            self.assertFalse(own["plain"].any())
 
 
 del _Contract, _Groups, TransportContract
