@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import signal
 import subprocess
 import sys
@@ -396,7 +397,10 @@ class Shards(_Groups):
         for place, fits in ((Shard(0), True), (Replicate(), False)):
             own = {"w": self.shard(torch.zeros(30, 20), place), "plain": torch.zeros(5)}
             groups = self.team().groups
-            (donor,), (receiver,) = self.transports(groups[:1]), self.transports(groups[1:], state_dict=lambda: own)
+            (donor,), (receiver,) = (
+                self.transports(groups[:1]),
+                self.transports(groups[1:], state_dict=functools.partial(dict, own)),
+            )
             sending = Sending(donor, 3, state)
             if fits:
                 moved = receiver.recv_checkpoint(0, donor.metadata(), 3)
