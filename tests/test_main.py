@@ -49,7 +49,7 @@ class FreshInterpreter(GuardedTestCase):
     def test_half_a_command_is_refused_with_the_other_half(self) -> None:
         done = run_python("-m", PACKAGE, "bench")
         self.assertEqual(done.returncode, 2)
-        benches = "bench http, bench pg, bench pg-transport"
+        benches = "bench http, bench pg, bench pg-transport, bench all"
         self.assertEqual(done.stderr, f"python -m {PACKAGE}: no command 'bench'; there is: {benches}\n")
 
     @unittest.skipUnless(HAS_TORCH, "needs torch")

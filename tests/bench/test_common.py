@@ -49,6 +49,18 @@ class SizeTest(GuardedTestCase):
             250_000_000_000: "250 GB",
         }.items():
             self.assertEqual(common.in_bytes(count), text)
+        for seconds, text in {
+            None: "-",
+            0.0: "0 us",
+            4.2e-7: "0.42 us",
+            2.5e-5: "25 us",
+            0.0123: "12.3 ms",
+            0.9999: "1 s",
+            2.0: "2 s",
+            12345.6: "12346 s",
+        }.items():
+            self.assertEqual(common.in_time(seconds), text)
+        self.assertEqual([common.in_percent(part) for part in (-0.004, 0.126, -1.0)], ["+0%", "+13%", "-100%"])
         self.assertEqual(common.rate(3e9, 2), "1.50 GB/s")
         self.assertEqual(common.rate(3e9, 0), "- GB/s")
 

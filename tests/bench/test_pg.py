@@ -50,7 +50,7 @@ class ProcessGroupBenchTest(GuardedTestCase):
         parser = argparse.ArgumentParser()
         pg.add_arguments(parser)
         with (
-            mock.patch.object(pg, "_measure", return_value=found),
+            mock.patch.object(pg, "measure", return_value=found),
             contextlib.redirect_stdout(io.StringIO()) as printed,
         ):
             self.assertEqual(pg.run(parser.parse_args(SMALL)), 0)
@@ -72,6 +72,3 @@ class Figures(GuardedTestCase):
         )
         self.assertEqual((row["ratio"], row["ratios"]), (0.625, [0.5, 0.75]))
         self.assertEqual((row["child_s"], row["in_process_s"]), (11.0, 8.0))
-
-    def test_times_in_words(self) -> None:
-        self.assertEqual([pg._time(s) for s in (None, 2.5e-5, 0.0123, 2.0)], ["-", "25 us", "12.3 ms", "2 s"])
