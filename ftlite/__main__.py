@@ -37,6 +37,7 @@ COMMANDS = (
     Command(
         ("bench", "pg-transport"), ".bench.pg_transport", "measure PGTransport between two processes of this machine"
     ),
+    Command(("bench", "all"), ".bench.all", "measure all of them and this machine's limits, as a table or a page"),
 )
 
 # As it was started, so that a copy inside another package tells its own command.

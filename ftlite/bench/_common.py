@@ -24,6 +24,8 @@ __all__ = [
     "available_bytes",
     "counted",
     "in_bytes",
+    "in_percent",
+    "in_time",
     "largest",
     "parse_size",
     "positive",
@@ -78,6 +80,22 @@ def in_bytes(count: float) -> str:
             value = count / size
             return f"{value:.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
     return f"{count:.0f} bytes"
+
+
+def in_percent(part: float) -> str:
+    """``part`` of 1 with its sign, as "+12%"."""
+    return f"{round(part, 2) + 0.0:+.0%}"  # no "-0%"
+
+
+def in_time(seconds: float | None) -> str:
+    """``seconds`` with three digits at most and a unit, as "12.3 ms"; "-" where there are none."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} us" if seconds >= 9.95e-6 else f"{seconds * 1e6:.2g} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def rate(count: float, seconds: float) -> str:

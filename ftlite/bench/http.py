@@ -18,7 +18,7 @@ from . import _pairs
 from ._common import Stages, counted, in_bytes, largest, parse_size, positive, rate, require_memory
 from ._workers import Crew, Worker
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "measure", "run"]
 
 # One stage of the default 1 GB takes a second; importing torch from a cold disk can take a minute.
 _TIMEOUT_S = 300.0
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return _pairs.run(args, _command_line(args))
     if args.device == "cpu":
         require_memory(args.readers + 1, args.total_size, "lower --total-size or --readers")
-    figures = _measure(args, Stages(None if args.json else _say))
+    figures = measure(args, Stages(None if args.json else _say))
     if args.json:
         print(json.dumps(figures), flush=True)
     else:
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
-    """Start the processes, run the stages, and return the figures."""
+def measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
+    """Start the processes, run the stages, which are added to ``stages``, and return the figures."""
     options = {
         name: getattr(args, name) for name in ("device", "total_size", "chunk_size", "inplace", "num_chunks", "runs")
     }

@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 from .._deadline import Deadline
-from ._common import Bar, counted, in_bytes, parse_size, positive
+from ._common import Bar, counted, in_bytes, in_time, parse_size, positive
 from ._workers import Crew, Message, Worker
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "measure", "run"]
 
 _RANKS = 2
 # Two processes and a template each import torch, from a cold disk too; the ops themselves take seconds.
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FtliteError: a rank failed, died, or did not answer in time, or a sum was wrong.
     """
-    figures = _measure(args)
+    figures = measure(args)
     if args.json:
         print(json.dumps(figures), flush=True)
     else:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect what rank 0 tells, and return the figures."""
     names = ("size", "small_ops", "large_ops", "burst", "configures", "runs")
     options = {name: getattr(args, name) for name in names} | {"timeout_s": args.timeout}
@@ -105,16 +105,8 @@ def _summary(figures: dict[str, Any]) -> list[str]:
     lines = [f"{'':30s} {'in a child':>12s} {'in process':>12s} {'speed':>7s}"]
     for row in figures["parts"]:
         size = f" ({in_bytes(row['size'])})" if row["size"] else ""
-        times = [_time(row.get(name)) for name in ("child_s", "in_process_s")]
+        times = [in_time(row.get(name)) for name in ("child_s", "in_process_s")]
         ratio = f"{row['ratio']:6.2f}x" if "ratio" in row else ""
         lines.append(f"{row['part'] + size:30s} {times[0]:>12s} {times[1]:>12s} {ratio:>7s}".rstrip())
     lines.append(f"verified: every sum, on torch {figures['torch']}, {counted(figures['runs'], 'run')}, two ranks")
     return lines
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if seconds < 0.9995e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

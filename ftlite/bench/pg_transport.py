@@ -17,7 +17,7 @@ from .._deadline import Deadline
 from ._common import Stages, counted, in_bytes, largest, parse_size, positive, rate, require_memory
 from ._workers import Crew, Message
 
-__all__ = ["BACKENDS", "add_arguments", "run"]
+__all__ = ["BACKENDS", "add_arguments", "measure", "run"]
 
 # The process groups by the names of their backends; "baby" ones run in a child process.
 BACKENDS = ("baby-gloo", "gloo", "baby-nccl", "nccl", "baby-xccl")
