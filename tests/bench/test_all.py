@@ -13,8 +13,10 @@ from unittest import mock
 
 import torch  # noqa: F401 - the child processes need it, so what runs without torch leaves this module out
 
-from tests import PACKAGE, load
+from tests import PACKAGE, load, not_in_a_copy
 from tests._support import LONG_S, GuardedTestCase, run_python
+
+not_in_a_copy()
 
 bench = load("bench.all")
 errors = load("_errors")

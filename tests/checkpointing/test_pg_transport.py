@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests import load
+from tests import load, not_in_a_copy
 from tests._support import LONG_S, SCALE, WAIT_S, GuardedTestCase, child_env
 from tests.checkpointing._contract import TransportContract
 from tests.checkpointing._contract_tools import Sending
@@ -288,6 +288,11 @@ class SeveralReceivers(_Groups):
 
 
 class KilledReceiver(_Groups):
+    @classmethod
+    def setUpClass(cls) -> None:
+        not_in_a_copy()
+        super().setUpClass()
+
     def test_at_any_point(self) -> None:
         self._kill_at_any_point(GROUPS[0])
 
