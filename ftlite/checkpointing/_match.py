@@ -86,7 +86,7 @@ class Match:
         for key, child in _tree.children(node):
             seen.add(key)
             here = mine.get(key, _tree.MISSING)
-            if type(child) is list and child[0] == "t":  # nearly always: the call would cost as much as what it does
+            if type(child) is list and child[0] == "t":  # nearly always, so without another call
                 self._tensor("t", child[1], here, (path, key))
             else:
                 self._walk(child, here, (path, key), depth + 1)

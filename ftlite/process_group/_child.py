@@ -67,7 +67,7 @@ _PROBE_S = 10.0
 # torch looks up the name of every address that it connects to, and the C library asks again after 5 s, twice. On a
 # network that loses packets that is a group's whole limit; sooner and more often takes no longer in all.
 _RESOLVER = "timeout:1 attempts:5"
-# A shutdown lets the device finish: so long, of the 0.3 s that the trainer gives it.
+# A shutdown lets the device finish: so long, of the 0.25 s that the trainer gives it.
 _FINISH_S = 0.1
 
 

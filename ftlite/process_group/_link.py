@@ -46,7 +46,7 @@ TAIL_CHARS = 1000
 
 
 class _Word(enum.Enum):
-    """Hashed by identity, as C does: by its name, as Enum does in Python, it is a tenth of what an op costs."""
+    """Hashed by identity, in C: Enum hashes by its name, in Python, which was 16 calls more for each op."""
 
     __hash__ = object.__hash__
 

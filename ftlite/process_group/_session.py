@@ -44,8 +44,8 @@ _logger = logging.getLogger(__name__)
 
 # After the end of the pipe: so long for the template to report how the child died. It does so within milliseconds.
 _REPORT_S = 0.2
-# A child that was told to end leaves in milliseconds; a shutdown may take half a second at most.
-_LEAVE_S = 0.3
+# A child that was told to end leaves in milliseconds. A shutdown may take half a second, the wait above included.
+_LEAVE_S = 0.25
 # A killed process is gone at once, unless it waits for a device that does not answer; its memory is then given up.
 _DEATH_S = 1.0
 # A callback that wants to issue looks so often whether it can; meanwhile it reads.

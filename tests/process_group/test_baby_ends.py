@@ -137,7 +137,7 @@ def end():
     for group in groups:
         group.shutdown()
     took_s = time.monotonic() - started_s
-    if took_s > 1.5: print("shutdown took", took_s, file=sys.stderr)
+    if took_s > 1.0: print("shutdown took", took_s, file=sys.stderr)
 """
         # ours runs before the package's own exit hook, which was registered earlier; and after it, when each group
         # waits half a second for its reader, which is not to go on before the interpreter stops it
