@@ -17,6 +17,10 @@ from types import ModuleType
 NO_NUMPY = "Failed to initialize NumPy"
 warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
 
+# torch asks for the name of every address that it connects to, and the C library waits 5 s for a packet that a name
+# server never saw: as long as a whole test may take. Read when the first name is asked for, so also in here in time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 PACKAGE = os.environ.get("FTLITE_TEST_PACKAGE") or "ftlite"
 
 

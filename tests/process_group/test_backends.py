@@ -65,12 +65,13 @@ class Resolver(GuardedTestCase):
         ours, theirs = socket.socketpair()
         ours.close()
         self.addCleanup(theirs.close)
-        with mock.patch.dict(os.environ, given):
+        with mock.patch.dict(os.environ):
+            os.environ.pop("RES_OPTIONS", None)
+            os.environ.update(given)
             self.assertEqual(child.main(theirs), 0)
-            return os.environ.pop("RES_OPTIONS", None)
+            return os.environ.get("RES_OPTIONS")
 
     def test_it_asks_again_soon(self) -> None:
-        self.assertNotIn("RES_OPTIONS", os.environ)
         self.assertEqual(self.options_of(), "timeout:1 attempts:5")
 
     def test_what_the_user_has_set_stays(self) -> None:
