@@ -9,29 +9,35 @@ import torch
 
 from .._copy import copy_bytes
 from ._layout import FlatSpace
-from ._memory import byte_tensor, view_at
+from ._memory import byte_tensor, populate, view_at
 
 
 class Interval:
     """Bytes ``start`` to ``end`` of a region go to the memory of a tensor without gaps, from its begin on.
 
     ``next`` is the interval that follows in the same region, if any. ``address`` is that of the memory, and ``owner``
-    its storage: not the tensor, whose .data somebody may set to other memory meanwhile.
+    its storage: not the tensor, whose .data somebody may set to other memory meanwhile. ``is_new``: the memory was
+    allocated for this, and nobody has written to it.
     """
 
-    __slots__ = ("address", "end", "next", "on_host", "owner", "start")
+    __slots__ = ("address", "end", "is_new", "next", "on_host", "owner", "start")
 
-    def __init__(self, start: int, end: int, tensor: torch.Tensor) -> None:
+    def __init__(self, start: int, end: int, tensor: torch.Tensor, *, is_new: bool = False) -> None:
         self.start = start
         self.end = end
         self.owner = tensor.untyped_storage()
         self.on_host = tensor.is_cpu
         self.address = tensor.data_ptr()
+        self.is_new = is_new
         self.next: Interval | None = None
 
     def host_view(self, at: int, nbytes: int) -> memoryview:
-        """The host memory for ``nbytes`` bytes from ``at`` of the region on; as good as long as the owner."""
-        return view_at(self.address + at - self.start, nbytes)
+        """The host memory for ``nbytes`` bytes from ``at`` of the region on, to be written to; as good as long as
+        the owner."""
+        address = self.address + at - self.start
+        if self.is_new:
+            populate(address, nbytes)
+        return view_at(address, nbytes)
 
     def memory(self) -> torch.Tensor:
         """All of the memory, as a uint8 tensor."""

@@ -192,7 +192,7 @@ class Plan:
                 "written: free memory, or heal in place (state_dict=)"
             ) from e
         self._buffers[region] = buffer
-        self.intervals[region] = Interval(0, size, buffer[lead:] if lead else buffer)
+        self.intervals[region] = Interval(0, size, buffer[lead:] if lead else buffer, is_new=True)
 
     # --- the result ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -53,6 +56,59 @@ class Views(unittest.TestCase):
         data = bytearray(b"abc")
         memory.unlocked(data)
         data.append(1)  # a buffer that is still exported could not grow
+
+
+PAGE = mmap.PAGESIZE
+
+
+@unittest.skipUnless(sys.platform == "linux", "asks Linux which pages are there")
+class Populate(unittest.TestCase):
+    def setUp(self) -> None:
+        # nobody has touched it, and it begins with a page
+        self.map = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = (ctypes.c_char * (64 * PAGE)).from_buffer(self.map)
+        self.addCleanup(self.map.close)
+        self.addCleanup(self.__dict__.pop, "bytes")
+        self.address = ctypes.addressof(self.bytes)
+
+    def there(self) -> list[int]:
+        """The numbers of the pages that are there."""
+        found = ctypes.create_string_buffer(64)
+        self.assertEqual(memory._libc.mincore(self.address, 64 * PAGE, found), 0)
+        return [number for number, byte in enumerate(found.raw) if byte & 1]
+
+    def populate(self, start: int, nbytes: int) -> list[int]:
+        memory.populate(self.address + start, nbytes)
+        return self.there()
+
+    def test_whole_pages(self) -> None:
+        try:
+            memory._libc.madvise(self.address, PAGE, memory._POPULATE_WRITE)
+        finally:
+            if self.there() != [0]:
+                self.skipTest("a kernel before 5.14")
+        # what is not a whole page may belong to others
+        self.assertEqual(self.populate(10 * PAGE + 1, 3 * PAGE), [0, 11, 12])
+        self.assertEqual(self.populate(20 * PAGE, 2 * PAGE), [0, 11, 12, 20, 21])
+
+    def test_not_one_page(self) -> None:
+        for start, nbytes in ((0, 0), (1, PAGE), (PAGE - 1, 2), (5, 100)):
+            self.assertEqual(self.populate(start, nbytes), [])
+
+    def test_what_is_there_stays(self) -> None:
+        self.map[30 * PAGE : 30 * PAGE + 3] = b"abc"
+        self.assertEqual(self.populate(30 * PAGE, 4 * PAGE), [30])
+        self.populate(29 * PAGE, 4 * PAGE)
+        self.assertEqual(self.map[30 * PAGE : 30 * PAGE + 4], b"abc\0")
+
+    def test_a_kernel_that_refuses(self) -> None:
+        with mock.patch.object(memory, "_POPULATE_WRITE", 250):
+            self.assertEqual(self.populate(0, 4 * PAGE), [])
+
+    def test_elsewhere(self) -> None:
+        with mock.patch.object(memory, "_libc", None):
+            memory.populate(self.address, 4 * PAGE)
+        self.assertEqual(self.there(), [])
 
 
 MACHINE = {"/proc/meminfo": "MemTotal: 900 kB\nMemAvailable:     500 kB\nSwapFree: 1 kB\n"}
