@@ -39,6 +39,10 @@ _REFUSALS = re.compile(
 # What a thread takes to come back from a wait whose connection is closed: milliseconds, if the machine is not busy.
 _DRIVER_S = 2.0
 
+# Whoever waits for this much of an op's own limit waits for all of it, by himself: what is left of a deadline that the
+# group has as well is a little less, and a thread for each wait takes as long as the op itself.
+_NEARLY = 0.98
+
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (packed, view to write back to)
 
 
@@ -162,7 +166,7 @@ class NativeWork(OpWork):
             self._end(None)
 
     def _await(self, limit_s: float, slack_s: float) -> None:
-        if limit_s >= self._limit_s and self._claim():
+        if limit_s >= _NEARLY * self._limit_s and self._claim():
             self._drive()
             return
         deadline = Deadline(limit_s)
