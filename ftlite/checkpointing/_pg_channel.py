@@ -36,7 +36,7 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """What is used of a process group."""
+    """What is used of a process group; ``empty`` where it has one, as those in a child have."""
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int, /) -> Any:
         """Send a tensor."""
@@ -82,6 +82,20 @@ class Channel:
         self._device = device
         self._said: list[Op] = []
         self._hearing: Op | None = None
+        # a group in a child copies every message to memory that the child sees, unless it is there
+        self._empty = getattr(group, "empty", None) if device.type == "cpu" else None
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether messages go straight from and to any memory; else those in a ``buffer`` cost one copy less."""
+        return self._empty is None
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory for a message of up to ``nbytes`` bytes (uint8), its content undefined."""
+        if self._empty is not None:
+            made: torch.Tensor = self._empty((nbytes,), torch.uint8)
+            return made
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def send(self, tensor: torch.Tensor, tag: int, what: str) -> Op:
         """Begin to send ``tensor`` (uint8, contiguous)."""

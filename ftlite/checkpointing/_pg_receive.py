@@ -27,6 +27,7 @@ from ._pg_channel import Channel, Op
 from ._pg_send import WINDOW
 from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, unpack_sums
 from ._plan import Plan
+from ._snapshot import BLOCK_BYTES
 
 _CHANGED = "damaged on the way, or changed by the donor while it was sent"
 
@@ -200,7 +201,7 @@ class Heal:
                 sums.append(self._take(on_the_way.popleft(), flat, plan, spare))
             target, scratch = self._straight(plan, flat, start, end), None
             if target is None:
-                scratch = spare.pop() if spare else torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=self._wire)
+                scratch = spare.pop() if spare else self._channel.buffer(MESSAGE_BYTES)
                 target = scratch[: end - start]
             op = self._channel.receive(target, data_tag(self._session), f"receiving bytes {start} to {end} {what}")
             on_the_way.append(_Message(start, end, op, target, scratch))
@@ -225,7 +226,7 @@ class Heal:
         """The memory where flat bytes ``start`` to ``end`` belong, if that is in one piece on the wire's device."""
         pieces = list(flat.pieces(start, end))
         extent, at, stop = pieces[0]
-        if len(pieces) > 1 or extent >= flat.large:
+        if not self._channel.is_straight or len(pieces) > 1 or extent >= flat.large:
             return None
         interval: Interval | None = plan.intervals[extent]
         while interval is not None and at >= interval.end:
@@ -243,11 +244,13 @@ class Heal:
         here = message.target.cpu()
         view, sums, at = view_of(here), RowSum(), 0
         for extent, first, last in flat.pieces(message.start, message.end):
-            sums.feed(view[at : at + last - first])
+            while first < last:  # block by block: the copy finds in the cache what was summed
+                n = min(last - first, BLOCK_BYTES)
+                sums.feed(view[at : at + n])
+                if message.scratch is not None:
+                    spread(plan.intervals, flat, extent, first, here, at, n)
+                first, at = first + n, at + n
             sums.restart()
-            if message.scratch is not None:
-                spread(plan.intervals, flat, extent, first, here, at, last - first)
-            at += last - first
         if message.scratch is not None:
             spare.append(message.scratch)
         return sums.value()

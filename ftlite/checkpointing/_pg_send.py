@@ -15,7 +15,7 @@ import torch
 
 from .._deadline import Deadline
 from .._errors import TransferError
-from ._checksum import checksum_of
+from ._checksum import RowSum, checksum_of
 from ._memory import unlocked, view_of
 from ._pg_channel import Channel, Op
 from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, error_of, pack_sums
@@ -98,11 +98,14 @@ class Session:
         for start, end in zip([0, *snapshot.ends], snapshot.ends):
             if len(on_the_way) == window:
                 self._finish(on_the_way.popleft(), spare)
-            sums.append(snapshot.sum_of(start, end))
-            message, scratch = snapshot.memory_of(start, end), None
-            if message is None:
-                scratch = spare.pop() if spare else torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-                message = _gathered(snapshot, start, end, scratch)
+            message = snapshot.memory_of(start, end) if self._channel.is_straight else None
+            scratch = None
+            if message is not None:
+                sums.append(snapshot.sum_of(start, end))
+            else:
+                scratch = spare.pop() if spare else self._channel.buffer(MESSAGE_BYTES)
+                message = scratch[: end - start]
+                sums.append(_gather(snapshot, start, end, view_of(message)))
             what = f"bytes {start} to {end} of {snapshot.flat.total}"
             on_the_way.append((self._send(message.to(self._device), what), scratch))
         while on_the_way:
@@ -116,14 +119,17 @@ class Session:
             spare.append(scratch)
 
 
-def _gathered(snapshot: Snapshot, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
-    """The flat bytes ``start`` to ``end``, side by side in ``scratch``."""
-    view = view_of(scratch)
-    filled = 0
-    for block, _ in snapshot.blocks(start, end):
+def _gather(snapshot: Snapshot, start: int, end: int, view: memoryview) -> int:
+    """Put the flat bytes ``start`` to ``end`` side by side into ``view``; their checksum. A block's sum is taken first:
+    the copy then finds it in the cache."""
+    sums, filled = RowSum(), 0
+    for block, ends in snapshot.blocks(start, end):
+        sums.feed(block)
+        if ends:
+            sums.restart()
         view[filled : filled + len(block)] = block
         filled += len(block)
-    return scratch[:filled]
+    return sums.value()
 
 
 def combined(errors: dict[int, Exception], count: int, step: int) -> Exception:

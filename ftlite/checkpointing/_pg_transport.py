@@ -121,7 +121,7 @@ class PGTransport(CheckpointTransport[T]):
                 snapshot="gathered",
                 num_chunks=None,
                 stage=self._stage,
-                cut_into=cut_messages,
+                cut_into=lambda flat: cut_messages(flat, all(each.is_straight for each in self._receivers.values())),
             )
             prepared_s = time.perf_counter() - began_s
         except Exception as e:

@@ -148,11 +148,14 @@ def unpack(data: bytes) -> Control:
     return Control(Kind(kind), session, step, total, more_bytes, more_sum, code, text)
 
 
-def cut_messages(flat: FlatSpace) -> list[int]:
+def cut_messages(flat: FlatSpace, is_straight: bool = True) -> list[int]:
     """The ends of the messages of a state: few, of at most ``MESSAGE_BYTES``, with large extents apart from the others.
 
     An extent of ``STRAIGHT_BYTES`` and more has messages of its own, the smaller ones beside each other share one.
+    Where none goes straight (``is_straight``), all are of the same size.
     """
+    if not is_straight:
+        return [*range(MESSAGE_BYTES, flat.total, MESSAGE_BYTES), flat.total] if flat.total else []
     ends: list[int] = []
     begun = at = 0
     for size in flat.extents:

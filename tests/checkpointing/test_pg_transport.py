@@ -35,6 +35,7 @@ errors = load("_errors")
 process_group = load("process_group")
 template = load("process_group._template")
 backends = load("process_group._backends")
+arena = load("process_group._arena")
 wire = load("checkpointing._pg_wire")
 
 GROUPS = ("ProcessGroupGloo", "ProcessGroupBabyGloo")
@@ -90,6 +91,26 @@ class OverGloo(_Contract, _Groups):
 
 class OverBabyGloo(_Contract, _Groups):
     group = GROUPS[1]
+
+    def test_the_group_copies_nothing_but_what_is_said(self) -> None:
+        state = {"large": block(3 * wire.MESSAGE_BYTES + 16), "small": noise(40), "other": block(wire.STRAIGHT_BYTES)}
+        own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        donor, receiver = self.make_pair(timeout=20 * SCALE, state_dict=lambda: own)
+        copied: list[int] = []
+        take = arena.Arena.take
+
+        def noted(self: Any, nbytes: int, deadline: Any) -> Any:
+            copied.append(nbytes)
+            return take(self, nbytes, deadline)
+
+        with unittest.mock.patch.object(arena.Arena, "take", noted):
+            sending = Sending(donor, 7, state)
+            receiver.recv_checkpoint(0, "", 7)
+            sending.join()
+        self.assertIsNone(sending.error)
+        self.assertTrue(all(torch.equal(own[name], state[name]) for name in state))
+        # the layout and the checksums; those of the state are in memory that the child sees
+        self.assertLess(max(copied), 2 * wire.CONTROL_BYTES)
 
 
 class _Flipping:

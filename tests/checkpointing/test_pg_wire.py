@@ -90,6 +90,14 @@ class Messages(unittest.TestCase):
     def test_small_ones_are_one_message(self) -> None:
         self.assertEqual(self.ends([STRAIGHT, 300_000], 16_000), [STRAIGHT, STRAIGHT + 316_000])
 
+    def test_all_alike_where_none_goes_straight(self) -> None:
+        flat = layout.FlatSpace([STRAIGHT, 3 * MESSAGE, 40_000], 2)
+        total = STRAIGHT + 3 * MESSAGE + 40_000
+        ends = wire.cut_messages(flat, is_straight=False)
+        self.assertEqual(ends, [MESSAGE, 2 * MESSAGE, 3 * MESSAGE, total])
+        self.assertEqual(wire.cut_messages(layout.FlatSpace([MESSAGE], 1), is_straight=False), [MESSAGE])
+        self.assertEqual(wire.cut_messages(layout.FlatSpace([], 0), is_straight=False), [])
+
     def test_any_sizes(self) -> None:
         dice = random.Random(3)
         for _ in range(300):
