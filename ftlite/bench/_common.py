@@ -63,6 +63,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """A whole number of at least 0; for ``argparse``."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
 def counted(number: int, what: str) -> str:
     """``number`` things in words, as "1 run" or "3 runs"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -15,7 +15,7 @@ from typing import Any
 
 from .._deadline import Deadline
 from . import _pairs
-from ._common import Stages, counted, in_bytes, largest, parse_size, positive, rate, require_memory
+from ._common import Stages, counted, in_bytes, largest, not_negative, parse_size, positive, rate, require_memory
 from ._workers import Crew, Worker
 
 __all__ = ["add_arguments", "measure", "run"]
@@ -31,7 +31,7 @@ _MODULE = f"{__package__}._http_worker"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench http`` to ``parser``."""
     parser.add_argument(
-        "--num-chunks", type=int, default=None, metavar="N", help="0: one stream; default: the fast one"
+        "--num-chunks", type=not_negative, default=None, metavar="N", help="0: one stream; default: the fast one"
     )
     parser.add_argument("--device", choices=("cpu", "cuda", "xpu"), default="cpu", help="where the state lives")
     parser.add_argument("--total-size", type=parse_size, default=10**9, metavar="SIZE", help="of the state (1GB)")

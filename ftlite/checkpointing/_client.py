@@ -117,6 +117,10 @@ class Link:
                 raise
             raise Broken(_said(e)) from e
         self.hear()
+        if self.donor.is_ours and response.getheader(PROTOCOL_HEADER) is None:
+            # a head that is cut short looks like a short one to http.client
+            self.close()
+            raise Broken("the answer has a head that none of ours has, or half of one")
         if response.status not in (200, 206):
             self._refused(response, step)
         if response.status != (206 if start else 200) or response.chunked:
@@ -168,7 +172,7 @@ class Link:
             raise Broken(_said(e)) from e
         if response.getheader(PROTOCOL_HEADER) is None:
             said = ""  # the page of some other server is no reason
-        reason = "".join(c if c.isprintable() else " " for c in said)  # it ends up in a log or on a terminal
+        reason = printable(said)
         if not response.isclosed():
             self.close()
         if response.status == 503:
@@ -317,4 +321,9 @@ def lost(donor: Donor, why: object, done: int, total: int) -> IncompleteTransfer
 def _said(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"it was silent for {IDLE_S:g} s, the idle limit"
-    return f"{type(error).__name__}: {error!s:.200}" if str(error) else type(error).__name__
+    return f"{type(error).__name__}: {printable(f'{error!s:.200}')}" if str(error) else type(error).__name__
+
+
+def printable(said: str) -> str:
+    """What a peer said, for a log or a terminal."""
+    return "".join(c if c.isprintable() else " " for c in said)

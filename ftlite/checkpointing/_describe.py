@@ -84,9 +84,8 @@ class _Collector:
             if self._weights_only:
                 _stream.load_object(buffer.getvalue(), weights_only=True)
         except Exception as e:  # whatever the object's own pickling raises is a refusal of this leaf
-            reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
             raise LayoutError(
-                f"{where}: a {kind} cannot be carried ({reason}); {way_out}, or allow its class with "
+                f"{where}: a {kind} cannot be carried ({_stream.first_line(e)}); {way_out}, or allow its class with "
                 "torch.serialization.add_safe_globals on both sides",
                 keys=(where,),
             ) from e

@@ -19,8 +19,8 @@ SLOT_BYTES = 64 << 20
 def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
     """A uint8 buffer on the host, page-locked for ``device`` where its allocator can."""
     if device.type == "cpu":
-        return torch.empty(nbytes, dtype=torch.uint8)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class _Slot:

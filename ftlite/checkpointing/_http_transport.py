@@ -25,7 +25,7 @@ from ._offer import Offer
 from ._receive import Options, Receiver
 from ._server import CheckpointServer
 from ._snapshot import SNAPSHOTS, publish
-from ._transport import CheckpointTransport
+from ._transport import CheckpointTransport, step_number
 from ._tree import MISSING
 
 logger = logging.getLogger(__name__)
@@ -138,10 +138,19 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             LayoutError: a leaf cannot be carried; the text names its key and the way out, and receivers that
                 wait for this step are told as well.
-            StateError: the transport was shut down.
+            StateError: the transport was shut down, or this is a fork of the process that made it.
+            TypeError, ValueError: a step that is no whole number from 0 to 10**18 - 1, or a timeout that makes no
+                sense.
         """
         deadline = Deadline(seconds(timeout, self._timeout_s))
+        step = step_number(step)
         with self._sending:
+            if self._server.is_a_copy:
+                raise StateError(
+                    "send_checkpoint() in a fork of the process that made the transport: make another one here",
+                    state="forked",
+                    attempted="send_checkpoint",
+                )
             if self._acceptor is None:
                 raise StateError("send_checkpoint() after shutdown()", state="shut down", attempted="send_checkpoint")
             self._close(deadline)
@@ -174,7 +183,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             StateError: another step, or none, was published.
         """
-        self._gate.allow(step)
+        self._gate.allow(step_number(step))
 
     def disallow_checkpoint(self) -> None:
         """Stop serving; when this returns, the state may be changed.
@@ -237,9 +246,10 @@ class HTTPTransport(CheckpointTransport[T]):
             IncompleteTransfer, IntegrityError: bytes were missing or wrong. After these, and after
                 DeadlineExceeded, ``destination_dirty`` says whether own tensors are undefined now.
             DeadlineExceeded: the time was up.
-            ValueError: ``metadata`` is not a donor's.
+            ValueError, TypeError: ``metadata`` is not a donor's, or a step or a timeout makes no sense.
         """
         deadline = Deadline(seconds(timeout, self._timeout_s) or _ONE_TRY_S)
+        step = step_number(step)
         donor = Donor(_one_of(metadata))
         began_s = time.perf_counter()
         own = MISSING if self._state_dict is None else self._state_dict()

@@ -58,12 +58,6 @@ def load_blob(data: bytes, path: _tree.Path, *, weights_only: bool, device: torc
         return _stream.load_object(data, weights_only=weights_only, device=device or "cpu")
     except Exception as e:  # whatever a hostile or foreign object makes the loader raise
         raise LayoutError(
-            f"{_tree.show_path(path)}: torch's loader refuses what the donor sent ({first_line(e)}); allow the "
+            f"{_tree.show_path(path)}: torch's loader refuses what the donor sent ({_stream.first_line(e)}); allow the "
             "class with torch.serialization.add_safe_globals on both sides"
         ) from e
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what ``error`` says, cut to 200 characters, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -113,6 +113,16 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two elements of a view may be one in memory, expanded dimensions left out; false is certain."""
+    reach = 0
+    for step, size in sorted((step, size) for size, step in zip(shape, stride) if size > 1 and step):
+        if step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
 def packed_bytes(view: View) -> int:
     """The bytes of the distinct elements of ``view``, as a packed region holds them."""
     return span(view.shape, packed_stride(view.shape, view.stride)) * view.itemsize

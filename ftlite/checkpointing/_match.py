@@ -14,6 +14,7 @@ import torch
 from .._errors import IntegrityError, LayoutError
 from . import _dtensor, _tree
 from ._describe import is_plain
+from ._layout import overlaps_itself
 from ._manifest import CONJ, NEG, Manifest, Spec
 from ._memory import has_memory
 
@@ -171,6 +172,12 @@ class Match:
                 path,
                 f"the receiver's expanded tensor ({_shown(local)}) has one element for several of the donor's (stride "
                 f"{spec.stride}); make it contiguous",
+            )
+        if steps != spec.stride and not local.is_contiguous() and overlaps_itself(local.shape, steps):
+            raise self._misfit(
+                path,
+                f"the receiver's tensor ({_shown(local)}) overlaps itself and the donor's (stride {spec.stride}) does "
+                "not lie like it; make it contiguous",
             )
         return local
 

@@ -117,7 +117,9 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
             target, source = target.narrow(d, 0, 1), source.narrow(d, 0, 1)
     if target.dtype.itemsize == 1 and not target.is_neg() and not source.is_neg():
         target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source)
+    # to an inference tensor torch writes in that mode alone; inference_mode(False) would bring gradients back instead
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        target.copy_(source)
 
 
 def memory_at_hand() -> int | None:

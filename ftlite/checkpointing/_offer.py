@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .._errors import LayoutError
+from .._errors import IntegrityError, LayoutError, TransferError
 from . import _stream
 from ._snapshot import Snapshot
 
@@ -49,24 +49,26 @@ class Offer:
         self._halted = threading.Event()
         # the object that is written, its length and its checksum
         self._found: tuple[Any, int, int] | None = None
-        self._refusal = ""
+        self._refusal: tuple[type[TransferError], str] | None = None
 
     def head(self, wait_s: float | None) -> tuple[int, int] | None:
         """The length and checksum of the stream; None if they are not known ``wait_s`` seconds from now.
 
         Raises:
             LayoutError: this state cannot be one stream.
+            IntegrityError: it is not what was published any more.
         """
         with self._changed:
-            if self._found is None and not self._refusal and self._thread is None:
+            if self._found is None and self._refusal is None and self._thread is None:
                 self._halted = threading.Event()
                 self._thread = threading.Thread(
                     target=self._measure, args=(self._halted,), name="heal-sum", daemon=True
                 )
                 self._thread.start()
             self._changed.wait_for(lambda: self._thread is None, wait_s)
-            if self._refusal:
-                raise LayoutError(self._refusal)
+            if self._refusal is not None:
+                kind, text = self._refusal
+                raise kind(text)
             return None if self._found is None else self._found[1:]
 
     def write(self, sink: _stream.Sink) -> None:
@@ -82,19 +84,20 @@ class Offer:
             self._changed.wait_for(lambda: self._thread is None, wait_s)
 
     def _measure(self, halted: threading.Event) -> None:
-        found, refusal = None, ""
+        found: tuple[Any, int, int] | None = None
+        refusal: tuple[type[TransferError], str] | None = None
         try:
             whole, sink = self.snapshot.whole(), _Meter(halted)
             _stream.save(whole, sink)
+            # afterwards: what was added up is the state of publish if that is still there
+            self.snapshot.require_unchanged()
             found = whole, sink.meter.sums.nbytes, sink.meter.sums.value()
-        except LayoutError as e:
-            refusal = str(e)
+        except (LayoutError, IntegrityError) as e:
+            refusal = type(e), str(e)
         except Exception as e:  # whatever a state that torch cannot save makes it raise
             if not halted.is_set():
-                refusal = (
-                    f"torch cannot write this state as one stream ({type(e).__name__}: {e!s:.200}); "
-                    "num_chunks=None at the receiver carries it"
-                )
+                text = f"torch cannot write this state as one stream ({type(e).__name__}: {e!s:.200})"
+                refusal = LayoutError, f"{text}; num_chunks=None at the receiver carries it"
         with self._changed:
             self._found, self._refusal, self._thread = found, refusal, None
             self._changed.notify_all()

@@ -16,9 +16,9 @@ import torch
 
 from .._deadline import Deadline
 from .._errors import DeadlineExceeded, FtliteError, IncompleteTransfer
-from ._incoming import first_line
 from ._memory import view_of
 from ._pg_wire import CONTROL_BYTES, Control, pack, unpack
+from ._stream import first_line
 
 _logger = logging.getLogger(__name__)
 

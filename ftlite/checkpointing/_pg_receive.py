@@ -18,7 +18,7 @@ import torch
 from .._deadline import Deadline
 from .._errors import DeadlineExceeded, FtliteError, IncompleteTransfer, IntegrityError, LayoutError, NotServing
 from ._checksum import RowSum, checksum_of
-from ._incoming import first_line, load_blob, plan_for
+from ._incoming import load_blob, plan_for
 from ._interval import Interval, spread
 from ._layout import FlatSpace
 from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
@@ -28,6 +28,7 @@ from ._pg_send import WINDOW
 from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, unpack_sums
 from ._plan import Plan
 from ._snapshot import BLOCK_BYTES
+from ._stream import first_line
 
 _CHANGED = "damaged on the way, or changed by the donor while it was sent"
 

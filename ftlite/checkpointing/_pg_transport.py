@@ -23,9 +23,9 @@ from ._device import HostStage
 from ._pg_channel import Channel, Group
 from ._pg_receive import Heal
 from ._pg_send import WINDOW, Session, combined
-from ._pg_wire import DONOR_TAG, RECEIVER_TAG, cut_messages, require_step
+from ._pg_wire import DONOR_TAG, RECEIVER_TAG, cut_messages
 from ._snapshot import Snapshot, publish
-from ._transport import CheckpointTransport
+from ._transport import CheckpointTransport, step_number
 from ._tree import MISSING
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,10 @@ class PGTransport(CheckpointTransport[T]):
                 that have no state, as the class that they have in common.
             DeadlineExceeded: the time was up.
             StateError: the transport was shut down.
-            ValueError: a timeout or a step that makes no sense.
+            ValueError, TypeError: a timeout or a step that makes no sense.
         """
-        deadline = self._begin("send_checkpoint", step, timeout)
+        deadline = self._begin("send_checkpoint", timeout)
+        step = step_number(step)
         began_s = time.perf_counter()
         ranks = list(dict.fromkeys(dst_ranks))
         sessions = {rank: Session(self._receiver(rank), step, deadline, self._wire()) for rank in ranks}
@@ -172,9 +173,10 @@ class PGTransport(CheckpointTransport[T]):
                 DeadlineExceeded, ``destination_dirty`` says whether own tensors are undefined now.
             DeadlineExceeded: the time was up.
             StateError: the transport was shut down.
-            ValueError: a timeout or a step that makes no sense.
+            ValueError, TypeError: a timeout or a step that makes no sense.
         """
-        deadline = self._begin("recv_checkpoint", step, timeout)
+        deadline = self._begin("recv_checkpoint", timeout)
+        step = step_number(step)
         began_s = time.perf_counter()
         if src_rank not in self._donors:
             self._donors[src_rank] = Channel(self._pg, src_rank, (RECEIVER_TAG, DONOR_TAG), self._wire())
@@ -197,9 +199,8 @@ class PGTransport(CheckpointTransport[T]):
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _begin(self, attempted: str, step: int, timeout: Timeout | None) -> Deadline:
+    def _begin(self, attempted: str, timeout: Timeout | None) -> Deadline:
         deadline = Deadline(seconds(timeout, self._timeout_s) or _ONE_TRY_S)
-        require_step(step)
         if self._is_shut:
             raise StateError(f"{attempted}() after shutdown()", state="shut down", attempted=attempted)
         return deadline

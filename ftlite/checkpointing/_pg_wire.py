@@ -49,7 +49,6 @@ _MAGIC = b"heal\r\n\x1a\n"
 _HEAD = struct.Struct("<8sIHH")  # magic, crc32 of all that follows, version, kind
 _BODY = struct.Struct("<QqQQIHH")  # session, step, bytes, bytes and checksum of what follows, code, bytes of text
 _TEXT_BYTES = CONTROL_BYTES - _HEAD.size - _BODY.size
-_STEP_END = 1 << 63
 
 
 class Kind(enum.IntEnum):
@@ -92,16 +91,6 @@ def code_of(error: BaseException) -> int:
 def error_of(code: int) -> type[TransferError]:
     """The error that ``code``, which is not 0, stands for."""
     return (_ERRORS[code] if 0 < code < len(_ERRORS) else None) or TransferError
-
-
-def require_step(step: int) -> None:
-    """Refuse a step that a control message has no room for.
-
-    Raises:
-        ValueError: it is not a number of 64 bits.
-    """
-    if not -_STEP_END <= step < _STEP_END:
-        raise ValueError(f"step is {step!r:.100}: give a number of 64 bits")
 
 
 def data_tag(session: int) -> int:

@@ -30,7 +30,7 @@ from ._checksum import RowSum, checksum_of
 from ._client import CHANGED, Answer, Broken, Donor, Later, Link, lost
 from ._device import HostStage
 from ._fetch import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES, Transfer
-from ._incoming import first_line, load_blob, log_left_alone, plan_for
+from ._incoming import load_blob, log_left_alone, plan_for
 from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
 from ._memory import collector_paused, memory_at_hand
 from ._plan import Plan
@@ -44,6 +44,7 @@ T = TypeVar("T")
 # has one. Four fill any wire that one process can fill. num_chunks= overrides it, up to what does not merely contend.
 _MAX_DEFAULT_STREAMS = 4
 _MAX_STREAMS = 16
+_REST_BYTES = 1 << 20  # of a stream that is read for its checksum alone
 
 
 @dataclass(frozen=True)
@@ -247,21 +248,34 @@ class Receiver:
         except Broken as e:
             raise self._lost(e) from e
         except pickle.UnpicklingError as e:
+            self._require_sum(answer)  # damage is no reason to trust the donor with more
             raise LayoutError(
-                f"torch's safe loader refuses the stream of {self._donor.shown} ({first_line(e)}); weights_only=False "
-                "trusts the donor with code, or allow the class with torch.serialization.add_safe_globals"
+                f"torch's safe loader refuses the stream of {self._donor.shown} ({_stream.first_line(e)}); "
+                "weights_only=False trusts the donor with code, or allow the class with "
+                "torch.serialization.add_safe_globals"
             ) from e
+        except MemoryError:
+            raise
         except Exception as e:  # whatever bytes that are no stream make a loader raise
             raise IntegrityError(
-                f"the stream of {self._donor.shown} cannot be loaded ({type(e).__name__}: {first_line(e)})"
+                f"the stream of {self._donor.shown} cannot be loaded ({type(e).__name__}: {_stream.first_line(e)})"
             ) from e
+        self._require_sum(answer)
+        self.total = answer.done
+        return state
+
+    def _require_sum(self, answer: Answer) -> None:
+        """Take what is left of the stream, and compare."""
+        try:
+            while answer.left and answer.length is not None:
+                answer.read(min(answer.left, _REST_BYTES))
+        except Broken as e:
+            raise self._lost(e) from e
         if answer.sums is not None and answer.announced_sum not in (None, answer.sums.value()):
             raise IntegrityError(
                 f"the stream of {self._donor.shown} ({answer.done} bytes) arrived with another checksum than "
                 f"announced: {CHANGED}"
             )
-        self.total = answer.done
-        return state
 
     def _placed(self, state: Any) -> Any:
         """Put a state that has arrived whole where its chunks would have gone."""

@@ -17,14 +17,17 @@ there are few of those at a time, the oldest is cut off for the newest, and it h
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import io
 import itertools
 import logging
+import os
 import re
 import socket
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -83,6 +86,22 @@ class _Head(io.RawIOBase):
         return n
 
 
+# Those of this process, for its forks. A fork that kept a copy of their sockets, a DataLoader's worker say, would keep
+# readers waiting for a donor that is dead, and its port taken.
+_servers: weakref.WeakSet[CheckpointServer] = weakref.WeakSet()
+
+
+@functools.cache  # there is no way to take a hook back
+def _forks_leave_it() -> None:
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def _leave_to_the_parent() -> None:
+    """In a fork: close the copies."""
+    for server in list(_servers):
+        server.leave_to_the_parent()
+
+
 class CheckpointServer(ThreadingMixIn, HTTPServer):
     """Serves what ``gate`` lets through. Made with a listening socket, which it closes at the end."""
 
@@ -108,6 +127,19 @@ class CheckpointServer(ThreadingMixIn, HTTPServer):
         self._answering: dict[int, threading.Thread] = {}
         self._numbers = itertools.count()
         self._closing = False
+        self.is_a_copy = False  # in a fork of the process that made it
+        _forks_leave_it()
+        _servers.add(self)
+
+    def leave_to_the_parent(self) -> None:
+        """Give up what a fork has of it, without a word to anybody; no thread is left that could hold a lock."""
+        self.is_a_copy = True
+        for each in [self.socket, *self._strangers.values(), *self._known.values()]:
+            with contextlib.suppress(OSError):
+                os.close(each.detach())
+        self._strangers.clear()
+        self._known.clear()
+        self._answering.clear()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give the connection a thread, unless there are too many."""
@@ -147,6 +179,8 @@ class CheckpointServer(ThreadingMixIn, HTTPServer):
 
     def stop(self) -> None:
         """Accept nobody any more."""
+        if self.is_a_copy:
+            return  # the thread that would answer is the parent's
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which looks up once per poll only
         self.shutdown()

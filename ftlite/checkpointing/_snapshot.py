@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._errors import LayoutError
+from .._errors import IntegrityError, LayoutError
 from . import _tree
 from ._checksum import RowSum, checksum_of
 from ._describe import Leaf, describe
@@ -38,6 +38,10 @@ SNAPSHOT_BYTES = 32 << 20
 SNAPSHOTS = ("small", "all", "none")
 # What is sent or summed in one go: large enough that the call is cheap beside it, small enough for the cache.
 BLOCK_BYTES = 1 << 20
+_CHANGED = (
+    "the donor has changed the state since it was published; a donor that trains on while it serves needs "
+    'snapshot="all", or disallow_checkpoint() and another send_checkpoint()'
+)
 
 
 class _Run(NamedTuple):
@@ -85,6 +89,25 @@ class Snapshot:
                 f"{MAX_MANIFEST_BYTES} that a receiver accepts; keep large plain data in tensors, or send less at once"
             )
 
+    def require_unchanged(self) -> None:
+        """Compare every chunk with its sum at publish; for a snapshot that was summed.
+
+        Raises:
+            IntegrityError: the donor has changed the memory since, or freed it.
+        """
+        owners = self._memory.owners
+        for owner, address, nbytes in zip(owners, self._memory.addresses, self.flat.sizes):
+            start = owner.data_ptr()
+            if not start <= address <= address + nbytes <= start + owner.nbytes():
+                raise IntegrityError(_CHANGED)
+        for number, (leaf, region) in enumerate(zip(self._leaves, self.manifest.regions)):
+            # .data may have been set to other memory
+            if self._goes_as_it_is(number) and region >= 0 and leaf.tensor.data_ptr() != self._address_of(number):
+                raise IntegrityError(_CHANGED)
+        for start, end, known in zip([0, *self.ends], self.ends, self.manifest.sums):
+            if self.sum_of(start, end) != known:
+                raise IntegrityError(_CHANGED)
+
     def whole(self) -> Any:
         """The state as one object, on the host, with the values of publish where those were copied.
 
@@ -110,10 +133,19 @@ class Snapshot:
         for address, nbytes, first in zip(self._memory.addresses, self.flat.sizes, targets):
             put(first, 0, nbytes, torch.frombuffer(view_at(address, nbytes), dtype=torch.uint8), address, 0)
 
+    def _goes_as_it_is(self, number: int) -> bool:
+        """Whether the donor's own object is a part of the whole; else it is made of what publish has copied."""
+        record = self.manifest.record(number)
+        return record.region not in self._memory.copied and not record.spec.flags & PACKED
+
+    def _address_of(self, number: int) -> int:
+        record = self.manifest.record(number)
+        return self._memory.addresses[record.region] + record.offset
+
     def _leaf_of_whole(self, tag: str, number: int, storages: dict[int, torch.UntypedStorage]) -> Any:
         record, leaf = self.manifest.record(number), self._leaves[number]
         region, spec = record.region, record.spec
-        if tag == "p" or record.dtensor is not None or region not in self._memory.copied:
+        if tag == "p" or record.dtensor is not None or self._goes_as_it_is(number):
             return leaf.obj
         lead = self.manifest.leads.get(region, 0)
         if region not in storages:
@@ -126,10 +158,10 @@ class Snapshot:
     def _storage_of_whole(self, region: int, lead: int, spec: Spec) -> torch.UntypedStorage:
         storage, nbytes = self._memory.owners[region], self.flat.sizes[region]
         if region >= self.flat.large or lead:  # in the arena, or by itself where it would not be aligned
-            storage = torch.empty(lead + nbytes, dtype=torch.uint8).untyped_storage()
+            storage = torch.empty(lead + nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
             view_at(storage.data_ptr() + lead, nbytes)[:] = view_at(self._memory.addresses[region], nbytes)
         if spec.flags & PACKED:  # whose tensors are all the same view
-            gapped = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            gapped = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
             copy_elements(gapped, tensor_in(storage, spec.dtype, 0, spec.shape, spec.wire_stride))
             return gapped.untyped_storage()
         return storage
@@ -238,8 +270,9 @@ def _take(manifest: Manifest, layout: Layout, tensors: list[torch.Tensor], snaps
     owners = _owners(manifest)
     copied = _choose_copied(layout, tensors, owners, snapshot)
     memory = _Memory([], [], copied)
+    # on the host by name: torch.set_default_device() may say otherwise
     arena = torch.empty(
-        sum(manifest.sizes[i] for i in copied if i >= layout.large), dtype=torch.uint8
+        sum(manifest.sizes[i] for i in copied if i >= layout.large), dtype=torch.uint8, device="cpu"
     ).untyped_storage()
     used = 0
     for number, region in enumerate(layout.regions):
@@ -250,7 +283,7 @@ def _take(manifest: Manifest, layout: Layout, tensors: list[torch.Tensor], snaps
                 owner, start = arena, used
                 used += region.nbytes
             else:
-                owner, start = torch.empty(region.nbytes, dtype=torch.uint8).untyped_storage(), 0
+                owner, start = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu").untyped_storage(), 0
             _copy(owner, start, source, first, region.nbytes, stage)
         memory.addresses.append(owner.data_ptr() + start)
         memory.owners.append(owner)

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import pickle
+import re
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # The table of entries that our own writer makes, in place of torch's pickled one.
 _MAX_TABLE_BYTES = 64 << 20
+# torch's safe loader gives its reason within advice that is none here, some of it in bold type.
+_LOADERS_REASON = re.compile(r"WeightsUnpickler error: (.+)")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Sink(Protocol):
@@ -122,7 +126,9 @@ class _Records:
                 self._records[name] = bytes(source.read(length))
                 continue
             data = source.read(length)  # memory of its own, which the storage takes over
-            storage = torch.frombuffer(data, dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8)
+            storage = (
+                torch.frombuffer(data, dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             self._records[name] = storage
 
     def _table(self, source: io.BufferedIOBase) -> list[tuple[str, bool, int]]:
@@ -145,3 +151,11 @@ class _Records:
 
     def serialization_id(self) -> str:
         return ""
+
+
+def first_line(error: BaseException) -> str:
+    """What ``error`` says, in one line of up to 200 characters: of torch's safe loader's text the one that counts."""
+    text = _COLORS.sub("", str(error)).strip()
+    reason = _LOADERS_REASON.search(text)
+    lines = [reason[1]] if reason else text.splitlines()
+    return lines[0][:200] if lines else type(error).__name__

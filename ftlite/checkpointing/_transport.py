@@ -3,13 +3,32 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .._deadline import Timeout
 
 T = TypeVar("T")
+
+_STEP_END = 10**18  # as many digits as a request may have, and a number of 64 bits
+
+
+def step_number(step: Any) -> int:
+    """``step`` as an int; numpy's and torch's whole numbers are taken as well.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative, or has more than 18 digits.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError as e:
+        raise TypeError(f"step is {step!r:.100}, a {type(step).__name__}: give a whole number") from e
+    if not 0 <= number < _STEP_END:
+        raise ValueError(f"step is {step!r:.100}: give a number from 0 to 10**18 - 1")
+    return number
 
 
 class CheckpointTransport(ABC, Generic[T]):

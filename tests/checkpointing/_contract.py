@@ -99,6 +99,33 @@ class TransportContract(InPlaceContract):
         for key, tensor in own.items():
             self.assertTrue(torch.equal(elements(tensor), elements(state[key])), key)
 
+    def test_whatever_the_default_device_is(self) -> None:
+        state = {"large": block(400_000), "columns": noise(300, 500)[:, ::2], "small": noise(3), "none": noise(0)}
+        own = {"large": torch.zeros_like(state["large"]), "columns": torch.zeros(300, 250)}
+        before = torch.get_default_device()
+        torch.set_default_device("meta")  # memory there has no address
+        self.addCleanup(torch.set_default_device, before)
+        moved = self.heal(state, own)
+        torch.set_default_device(before)
+        self.assertTrue(all(torch.equal(moved[key], state[key]) for key in state))
+        self.assertIs(moved["large"], own["large"])
+
+    def test_a_step_that_is_no_whole_number(self) -> None:
+        donor, receiver = self.pair()
+        for step, kind in (
+            (1.0, TypeError),
+            (None, TypeError),
+            ("7", TypeError),
+            (-1, ValueError),
+            (10**18, ValueError),
+        ):
+            with self.subTest(step=step):
+                with self.assertRaisesRegex(kind, "step is"):
+                    donor.send_checkpoint([1], step, {})
+                with self.assertRaisesRegex(kind, "step is"):
+                    receiver.recv_checkpoint(0, donor.metadata(), step)
+        self.assert_same({"a": 1}, self.move((donor, receiver), {"a": 1}, step=torch.tensor(7)))
+
     # --- leaves that are no tensors ---------------------------------------------------------------------
 
     def test_registered_containers_need_the_receivers_own(self) -> None:

@@ -56,6 +56,25 @@ class InPlaceContract(ContractTools):
                     self.assertEqual((tensor.data_ptr(), tensor.stride()), at[key])
                 self.assertTrue(bool((flat[:32] == -1).all() and (flat[-32:] == -1).all()))
 
+    def test_in_place_into_inference_tensors(self) -> None:
+        """As an average of the weights that is kept under inference_mode()."""
+        state = {"average": noise(4, 6), "w": noise(3)}
+        with torch.inference_mode():
+            own = {"average": torch.zeros(6, 4).t(), "w": torch.zeros(3)}
+        self.heal(state, own)
+        self.assertTrue(all(torch.equal(own[key], state[key]) for key in state))
+
+    def test_in_place_into_a_tensor_that_overlaps_itself(self) -> None:
+        own = {"a": torch.zeros(20).unfold(0, 5, 1)}
+        _, error = self.refused({"a": noise(16, 5)}, own)
+        self.assertIsInstance(error, errors.LayoutError)
+        self.assertIn("overlaps itself", str(error))
+        self.assertFalse(own["a"].any())
+        # one that lies alike is as good as any
+        state = {"a": noise(20).unfold(0, 5, 1)}
+        self.heal(state, own)
+        self.assertTrue(torch.equal(own["a"], state["a"]))
+
     def test_in_place_into_slices_of_one_buffer(self) -> None:
         flat = torch.full((4 * 100_000,), -1.0)
         own = {str(i): flat[i * 100_000 + 10 : (i + 1) * 100_000 - 10] for i in range(4)}

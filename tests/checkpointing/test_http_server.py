@@ -286,6 +286,38 @@ class Readers(ServerTestCase):
             for number in copies:
                 os.close(number)
 
+    def test_a_fork_of_the_donor_keeps_nothing_open(self) -> None:
+        """A DataLoader's worker, say: it must not hold the port, nor readers that the donor has lost."""
+        donor = self.donor({"x": block(300_000)})
+        self.heals(donor, {"x": block(300_000)})
+        port = urlsplit(donor.metadata()).port
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if not pid:  # the fork: one byte for each thing that is right
+            right = b""
+            try:
+                try:
+                    donor.send_checkpoint([], STEP + 1, {})
+                except errors.StateError:
+                    right += b"s"
+                donor.shutdown()
+                right += b"d"
+            finally:
+                theirs.sendall(right or b"-")
+                ours.close()
+                theirs.recv(1)  # until the test is done with it
+                os._exit(0)
+        try:
+            theirs.close()
+            ours.settimeout(WAIT_S)
+            self.assertEqual(ours.recv(10), b"sd")
+            self.heals(donor, {"x": block(300_000)})  # the fork has ended nothing of the donor's
+            donor.shutdown()
+            self.transport(port=port)
+        finally:
+            ours.close()
+            os.waitpid(pid, 0)
+
     def test_an_earlier_state_is_not_kept(self) -> None:
         donor = self.transport(snapshot="none")
         for num_chunks in (None, 0):

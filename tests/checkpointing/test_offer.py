@@ -24,6 +24,46 @@ def summing() -> bool:
     return any(thread.name == "heal-sum" for thread in threading.enumerate())
 
 
+class Changed(ServerTestCase):
+    """What is not the state of publish any more is no stream, whichever part of it has changed."""
+
+    def refused(self, state: dict[str, Any], change: Any) -> None:
+        donor = self.donor(state)
+        change(state)
+        with self.assertRaisesRegex(errors.NotServing, 'changed the state.*snapshot="all"'):
+            self.transport(num_chunks=0, timeout=5 * SCALE).recv_checkpoint(0, donor.metadata(), STEP)
+
+    def test_in_place(self) -> None:
+        self.refused({"w": torch.zeros(12 << 20), "step": torch.tensor(1.0)}, lambda state: state["w"].add_(1))
+
+    def test_with_other_memory(self) -> None:
+        def change(state: dict[str, Any]) -> None:
+            state["w"].data = torch.ones(12 << 20)
+
+        self.refused({"w": torch.zeros(12 << 20)}, change)
+
+    def test_freed(self) -> None:
+        self.refused({"w": torch.zeros(12 << 20)}, lambda state: state["w"].untyped_storage().resize_(0))
+
+    def test_served_again_after_a_step(self) -> None:
+        state = {"w": torch.zeros(12 << 20)}
+        donor = self.donor(state)
+        donor.disallow_checkpoint()
+        state["w"].add_(1)
+        donor.allow_checkpoint(STEP)
+        with self.assertRaisesRegex(errors.NotServing, "changed the state"):
+            self.transport(num_chunks=0, timeout=5 * SCALE).recv_checkpoint(0, donor.metadata(), STEP)
+
+    def test_small_ones_and_those_with_gaps_are_of_publish(self) -> None:
+        wide = torch.zeros(10 << 20, 2)
+        state = {"small": torch.zeros(5), "gaps": wide[:, 0]}
+        donor = self.donor(state)
+        state["small"].add_(1)
+        state["gaps"].add_(1)
+        healed = self.transport(num_chunks=0).recv_checkpoint(0, donor.metadata(), STEP)
+        self.assertFalse(healed["small"].any() or healed["gaps"].any())
+
+
 class SlowSums(ServerTestCase):
     """Adding up takes as long as the test says."""
 

@@ -252,3 +252,20 @@ class Hostile(unittest.TestCase):
                 with self.assertRaises(Exception):  # noqa: B017 the loader's own
                     stream.load(Exact(data), weights_only=True)
                 self.assertFalse(self.file.exists())
+
+
+class Reasons(unittest.TestCase):
+    def test_of_the_safe_loader(self) -> None:
+        buffer = io.BytesIO()
+        torch.save(Path("somewhere"), buffer)
+        buffer.seek(0)
+        with self.assertRaises(pickle.UnpicklingError) as caught:
+            torch.load(buffer, weights_only=True)
+        reason = stream.first_line(caught.exception)
+        self.assertRegex(reason, r"Unsupported.*pathlib")
+        self.assertTrue(reason.isprintable())
+
+    def test_of_anything(self) -> None:
+        self.assertEqual(stream.first_line(ValueError("\n a line \n and another")), "a line ")
+        self.assertEqual(stream.first_line(ValueError()), "ValueError")
+        self.assertEqual(len(stream.first_line(ValueError("x" * 1000))), 200)
