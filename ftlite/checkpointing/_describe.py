@@ -16,7 +16,7 @@ from .. import _compat
 from .._errors import LayoutError
 from . import _dtensor, _stream, _tree
 from ._layout import Layout, View, lay_out
-from ._manifest import CONJ, NEG, PACKED, PARAMETER, REQUIRES_GRAD, Manifest, Spec
+from ._manifest import BUFFER, CONJ, NEG, NOT_PERSISTENT, PACKED, PARAMETER, REQUIRES_GRAD, Manifest, Spec
 from ._memory import has_memory, offset_bytes
 
 
@@ -110,6 +110,8 @@ def flags_of(tensor: torch.Tensor, local: torch.Tensor) -> int:
         | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
         | (CONJ if local.is_conj() else 0)
         | (NEG if local.is_neg() else 0)
+        | (BUFFER if isinstance(tensor, torch.nn.Buffer) else 0)
+        | (0 if getattr(tensor, "persistent", True) else NOT_PERSISTENT)
     )
 
 

@@ -25,7 +25,7 @@ PROTOCOL = 1
 # About 700,000 tensors; a text of this size takes some 30 times the memory when it is parsed.
 MAX_MANIFEST_BYTES = 64 << 20
 
-REQUIRES_GRAD, PARAMETER, CONJ, NEG, PACKED = 1, 2, 4, 8, 16
+REQUIRES_GRAD, PARAMETER, CONJ, NEG, PACKED, BUFFER, NOT_PERSISTENT = (1 << bit for bit in range(7))
 _MAX_DIMS = 64  # torch's own limit
 _INT64_END = 1 << 63
 
@@ -206,3 +206,13 @@ def with_bits(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     if spec.flags & CONJ:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if spec.flags & NEG else tensor
+
+
+def of_its_kind(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """``tensor`` as the Parameter or Buffer that it was, with its requires_grad."""
+    grad = bool(spec.flags & REQUIRES_GRAD)
+    if spec.flags & PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    if spec.flags & BUFFER:
+        tensor = torch.nn.Buffer(tensor, persistent=not spec.flags & NOT_PERSISTENT)
+    return tensor.requires_grad_() if grad else tensor

@@ -22,7 +22,7 @@ from .._errors import FtliteError, IntegrityError, LayoutError
 from . import _tree
 from ._device import settle
 from ._interval import Interval
-from ._manifest import CONJ, NEG, PACKED, PARAMETER, REQUIRES_GRAD, Manifest, Spec, with_bits
+from ._manifest import CONJ, NEG, PACKED, Manifest, Spec, of_its_kind, with_bits
 from ._match import Match, Twin, lies_alike
 from ._memory import copy_elements, memory_at_hand, tensor_in, view_of
 from ._shared import refuse_shared_targets
@@ -264,6 +264,4 @@ class Plan:
             out = self._staged(number)
         if number not in self._aliases:
             out = with_bits(out, spec)
-        if spec.flags & PARAMETER:
-            return torch.nn.Parameter(out, requires_grad=bool(spec.flags & REQUIRES_GRAD))
-        return out.requires_grad_() if spec.flags & REQUIRES_GRAD else out
+        return of_its_kind(out, spec)

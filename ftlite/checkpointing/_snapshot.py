@@ -25,10 +25,9 @@ from ._layout import FlatSpace, Layout, Region, cut, packed_stride
 from ._manifest import (
     MAX_MANIFEST_BYTES,
     PACKED,
-    PARAMETER,
-    REQUIRES_GRAD,
     Manifest,
     Spec,
+    of_its_kind,
     with_bits,
 )
 from ._memory import byte_tensor, collector_paused, copy_elements, offset_bytes, tensor_in, view_at
@@ -151,9 +150,7 @@ class Snapshot:
         if region not in storages:
             storages[region] = self._storage_of_whole(region, lead, spec)
         tensor = with_bits(tensor_in(storages[region], spec.dtype, lead + record.offset, spec.shape, spec.stride), spec)
-        if spec.flags & PARAMETER:
-            return torch.nn.Parameter(tensor, requires_grad=bool(spec.flags & REQUIRES_GRAD))
-        return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
+        return of_its_kind(tensor, spec)
 
     def _storage_of_whole(self, region: int, lead: int, spec: Spec) -> torch.UntypedStorage:
         storage, nbytes = self._memory.owners[region], self.flat.sizes[region]

@@ -99,6 +99,18 @@ class TransportContract(InPlaceContract):
         for key, tensor in own.items():
             self.assertTrue(torch.equal(elements(tensor), elements(state[key])), key)
 
+    def test_buffers(self) -> None:
+        state = {
+            "a": torch.nn.Buffer(noise(5)),
+            "b": torch.nn.Buffer(noise(3, 4).t(), persistent=False),
+            "large": torch.nn.Buffer(noise(300_000)),
+        }
+        moved = self.heal(state)
+        for key, buffer in moved.items():
+            self.assertIsInstance(buffer, torch.nn.Buffer)
+            self.assertTrue(torch.equal(buffer, state[key]))
+            self.assertEqual(buffer.persistent, state[key].persistent)
+
     def test_whatever_the_default_device_is(self) -> None:
         state = {"large": block(400_000), "columns": noise(300, 500)[:, ::2], "small": noise(3), "none": noise(0)}
         own = {"large": torch.zeros_like(state["large"]), "columns": torch.zeros(300, 250)}
