@@ -25,6 +25,7 @@ from .._errors import StateError, UnsupportedOp
 from . import _messages as says
 from ._accelerator import current_device
 from ._arena import Arena
+from ._arguments import require_peers, require_sense, require_shape
 from ._backends import BABY, BACKENDS
 from ._exports import AllExports
 from ._interface import ProcessGroup
@@ -109,11 +110,12 @@ class ProcessGroupBaby(ProcessGroup):
             RemoteFailure: the backend did not come up.
         """
         self._held.owner.require("configure")
+        peers = require_peers(store_addr, rank, world_size, global_ranks)
         deadline = Deadline(self._timeout_s)
         if not self._turn.acquire(timeout=deadline.limit_s):
             raise deadline.exceeded("configure: waiting for another call of configure")
         try:
-            session, old = self._begin(store_addr, rank, world_size, tuple(global_ranks or ()), deadline)
+            session, old = self._begin(store_addr, *peers, deadline)
             if old is not None:
                 old.supersede()
             session.start(current_device(BACKENDS[self.backend].devices[0]), deadline)
@@ -141,7 +143,8 @@ class ProcessGroupBaby(ProcessGroup):
     def abort(self, reason: Any = None) -> None:
         """Kill the child and fail everything pending with ``reason`` (an exception or a text), at once.
 
-        During ``configure``, that raises. Before it and when called again, nothing happens.
+        During ``configure``, that raises. Before it and when called again, nothing happens. From any thread, but a
+        signal handler may have interrupted whoever holds the locks: there, start a thread that calls it.
         """
         self._held.owner.require("abort")
         session = self._held.session
@@ -183,19 +186,25 @@ class ProcessGroupBaby(ProcessGroup):
                 state="unconfigured",
                 attempted=op.name,
             )
+        if op.has_numbers:
+            require_sense(op, values, session.rank, session.size)
         return session.issue(op, values, options, self._timeout_s)
 
-    def empty(self, size: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A CPU tensor, its content undefined, in memory that the children see: its ops need no copy.
 
         Args:
-            size: its shape.
+            size: its shape; an int is the one size of a shape.
             dtype: its dtype.
 
         Its storage cannot be resized; it may outlive the group.
+
+        Raises:
+            UnsupportedOp: a child takes no tensors of ``dtype``, such as quantized ones.
+            ValueError: a size is negative.
         """
         self._held.owner.require("empty")
-        return self._held.arena.empty(tuple(size), dtype)
+        return self._held.arena.empty(*require_shape(size, dtype))
 
     # --- what it is -------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from . import _messages as says
 from ._backends import BACKENDS, Backend
 from ._device_child import Devices, Queued
 from ._mapping import Mapping, dtype_from_code
-from ._native import explained, has_future
+from ._native import explained, has_future, source_of
 from ._ops import BY_NUMBER, Op, c10d, call, walk
 from ._options import options_from_fields
 from ._overseer import Overseer
@@ -299,7 +299,7 @@ class _Child:
             self._changed.notify_all()
         try:
             if error is None:
-                self._say(says.Done(op_id))
+                self._say(says.Done(op_id, source_of(running.op, running.work)))
             else:
                 self._failed(op_id, running, error)
         except PipeBroken:

@@ -23,10 +23,11 @@ class Configured(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """The one answer to the op ``op_id``: None, it is done; or why not."""
+    """The one answer to the op ``op_id``: None, it is done; or why not. ``source``: see Done."""
 
     op_id: int
     outcome: Exception | None
+    source: int = -1
 
 
 class Kill(NamedTuple):

@@ -38,7 +38,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < INT_LIMIT
 
 
-def _is_after(value: object) -> bool:
+def _is_count_or_none(value: object) -> bool:
     return type(value) is int and -1 <= value < INT_LIMIT
 
 
@@ -85,7 +85,7 @@ def _is_options(value: object, depth: int = MAX_DEPTH) -> bool:
 
 
 CHECKS: dict[str, Callable[[object], bool]] = {
-    "after": _is_after,
+    "after": _is_count_or_none,
     "args": _is_args,
     "backend": _is_text,
     "broken": _is_bool,
@@ -105,6 +105,7 @@ CHECKS: dict[str, Callable[[object], bool]] = {
     "pid": _is_count,
     "rank": _is_count,
     "ready": _is_handle,
+    "source": _is_count_or_none,
     "store_addr": _is_text,
     "text": _is_text,
     "timeout_s": _is_duration,

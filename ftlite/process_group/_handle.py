@@ -95,11 +95,16 @@ class OpWork(Work):
             self._settler = threading.get_ident()
             future = self._future
             listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener(self)
-        if future is not None:
-            self._complete(future)
-        self._over.set()
+        try:
+            for listener in listeners:
+                listener(self)
+            if future is not None and not future.done():
+                self._complete(future)
+            self._over.set()
+        except BaseException:  # Ctrl-C, or no stack or memory is left; it is not settled, and the next call begins anew
+            self._listeners[:0] = listeners
+            self._settler = None
+            raise
         self._let_go()
         return True
 

@@ -26,11 +26,12 @@ from torch.distributed import Work
 
 from .._deadline import Deadline, Timeout
 from .._errors import StateError
+from ._arguments import require_peers, require_sense
 from ._backends import new_gloo
 from ._epoch import Epoch
 from ._interface import ProcessGroup
 from ._native import NativeWork, Pairs, explained, has_future, stage
-from ._ops import FIELDS, Op, arrange, c10d, call, results, walk
+from ._ops import FIELDS, Op, arrange, c10d, call, results, seen_by, walk
 from ._options import options_from_fields, options_to_fields
 from ._probe import Probe
 from ._staging import alias, plain
@@ -85,13 +86,14 @@ class InProcessGroup(ProcessGroup):
         global_ranks: list[int] | None = None,
     ) -> None:
         """Meet new peers, as :meth:`ProcessGroup.configure`; what was pending fails."""
+        rank, world_size, ranks = require_peers(store_addr, rank, world_size, global_ranks)
         deadline = Deadline(self._timeout_s)
         with self._turn:
             aborts = self._aborts
             self._end(StateError("the group was configured anew", state="reconfigured", attempted="wait"))
             store = create_store_client(store_addr, deadline.remaining_s())
             try:
-                epoch = self._create(store, rank, world_size, global_ranks or [])
+                epoch = self._create(store, rank, world_size, list(ranks))
             except RuntimeError as error:
                 if deadline.remaining_s() < 0.05 * deadline.limit_s or "timed out" in str(error).lower():
                     what = f"configuring {self.backend_name}, rank {rank} of {world_size} at {store_addr}"
@@ -145,6 +147,8 @@ class InProcessGroup(ProcessGroup):
 
     def _issue(self, op: Op, values: list[Any], options: Any) -> Work:
         epoch = self._ready(op.name)
+        if op.has_numbers:
+            require_sense(op, values, epoch.rank, epoch.size)
         if self._timeout_s != epoch.timeout_s and options is not None:
             options = self._with_timeout(options)
         tensors = [tensor for _, tensor in walk(op, values)]
@@ -156,7 +160,7 @@ class InProcessGroup(ProcessGroup):
                 staged = arrange(op, values, (alias(tensor) for _, tensor in walk(op, values)))
             else:
                 self._require_taken(op, tensors, options)
-                staged, pairs = stage(op, values, self.backend_name)
+                staged, pairs = stage(seen_by(op, options, epoch.rank), values, self.backend_name)
             native: Work = call(op, epoch.native, staged, options)
         except RuntimeError as error:
             raise explained(error, op, tensors, options, self.backend_name) from error

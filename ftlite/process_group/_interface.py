@@ -85,6 +85,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         Raises:
             DeadlineExceeded: not all ranks came within the group's timeout.
+            ValueError, TypeError: an argument makes no sense; the present peers stay.
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure()")
 
@@ -112,7 +113,10 @@ class ProcessGroup(dist.ProcessGroup):
         raise NotImplementedError(f"{type(self).__name__} has no getBackendName()")
 
     def abort(self, reason: Any = None) -> None:
-        """End everything pending with ``reason`` (an exception or a text); ``configure`` heals. From any thread."""
+        """End everything pending with ``reason`` (an exception or a text); ``configure`` heals. From any thread.
+
+        A signal handler may have interrupted whoever holds the locks: there, start a thread that calls it.
+        """
 
     def shutdown(self) -> None:
         """Give everything back. Again is a no-op; ``configure`` makes the group usable again."""

@@ -22,7 +22,7 @@ from ._device import DeviceLedger
 from ._device_work import DeviceWork
 from ._exports import AllExports
 from ._loans import Ledger, lendable
-from ._ops import Direction, Op, results, walk
+from ._ops import Direction, Op, results, seen_by, walk
 from ._staging import alias
 from ._work import ChildWork
 
@@ -43,6 +43,7 @@ class Lenders:
         lock: the session's.
         keep_reading: see :class:`Ledger`.
         backend: its name.
+        rank: of this process.
     """
 
     def __init__(
@@ -52,22 +53,26 @@ class Lenders:
         lock: threading.RLock,
         keep_reading: Callable[[], Callable[[float], object] | None],
         backend: str,
+        rank: int,
     ) -> None:
         self._host = Ledger(arena, lock, keep_reading)
         self._exports = exports
         self._lock = lock
         self._backend = backend
+        self._rank = rank
         self._home = BACKENDS[backend].devices[0] if backend in BACKENDS else "cpu"
         self._devices: dict[str, DeviceLedger] = {}
 
-    def borrower(self, session: Session, op: Op, values: list[Any], deadline: Deadline) -> tuple[ChildWork, Views]:
+    def borrower(
+        self, session: Session, op: Op, values: list[Any], options: Any, deadline: Deadline
+    ) -> tuple[ChildWork, Views]:
         """The Work of an op, and its tensors as they are lent.
 
         Raises:
             UnsupportedOp: one of them cannot be handed over.
         """
         what = f"{op.name} on {self._backend}"
-        tensors = walk(op, values)
+        tensors = walk(seen_by(op, options, self._rank), values)
         places = [tensor.is_cpu for _, tensor in tensors] or [self._home == "cpu"]
         if False not in places:
             views = lendable(op, tensors, self._backend)

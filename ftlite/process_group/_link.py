@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from .._errors import (
@@ -197,6 +197,10 @@ class Link:
         text = f"{self._child()} is stale: a later configure() has replaced it; submit the op again"
         return self._end(Event.SUPERSEDE, StateError(text, state=State.SUPERSEDED.value))
 
+    def left(self, names: Mapping[int, str]) -> list[Effect]:
+        """These ops have not settled, by ids: of a link that is over, whose effects got lost with an exception."""
+        return [Settle(op_id, self._fresh(f"{name} (op {op_id})")) for op_id, name in names.items()]
+
     # --- whoever watches -------------------------------------------------------------------------------
 
     def broke(self, cause: BaseException, death: str = "", stderr_tail: str = "") -> list[Effect]:
@@ -268,7 +272,7 @@ class Link:
             return self._late()
         del self._pending[op_id]
         if isinstance(message, says.Done):
-            return [Settle(op_id, None)]
+            return [Settle(op_id, None, message.source)]
         where = f"{name} (op {op_id}) in {self._child()}"
         if isinstance(message, says.Unsupported):
             backend = self._configure.backend
@@ -299,7 +303,6 @@ class Link:
     ) -> list[Effect]:
         """Fail everything that is pending, for ``ended``, whose own cause is ``cause``. Once in a link's life."""
         waiting = self.state in (State.STARTING, State.CONFIGURING)
-        self._move(event)
         self._short = _joined(str(ended), detail[-TAIL_CHARS:])
         self._ended = _copy(ended, _joined(str(ended), detail))
         self._ended.__cause__ = cause
@@ -307,6 +310,8 @@ class Link:
         if waiting:
             effects.append(Configured(self._fresh(f"configure (epoch {self.epoch})")))
         effects += [Settle(op_id, self._fresh(f"{name} (op {op_id})")) for op_id, name in self._pending.items()]
+        # last: with no stack or memory left for the above, it is not over, and somebody will try again
+        self._move(event)
         self._pending = {}
         return effects
 

@@ -153,9 +153,10 @@ class ConfigureFailed(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The op is done and its results lie in the memory that it named."""
+    """The op is done and its results lie in the memory that it named; they are from ``source`` (-1: no one rank)."""
 
     op_id: int
+    source: int = -1
 
 
 class OpFailed(NamedTuple):

@@ -10,6 +10,7 @@ say no more than "Invalid scalar type".
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
@@ -26,7 +27,7 @@ from ._handle import OpWork
 from ._ops import Op, arrange, walk
 from ._staging import alias, pack, plain, stageable, unpack
 
-__all__ = ["NativeWork", "Pairs", "explained", "has_future", "stage", "until_ended"]
+__all__ = ["NativeWork", "Pairs", "explained", "has_future", "source_of", "stage", "until_ended"]
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +71,14 @@ def has_future(work: Work) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def source_of(op: Op, work: Work) -> int:
+    """The rank that the result of ``work``, which has ended, came from; -1 where there is not one, or nobody knows."""
+    if op.receives:
+        with contextlib.suppress(RuntimeError):  # not every backend's Work says so
+            return int(work._source_rank())
+    return -1
 
 
 def stage(op: Op, values: Sequence[Any], backend: str) -> tuple[list[Any], Pairs]:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import Work
 
 from .._deadline import Deadline
+from ._arguments import require_sense
 from ._backends import new_nccl
 from ._epoch import Epoch
 from ._in_process import InProcessGroup
@@ -58,6 +59,8 @@ class ProcessGroupNCCL(InProcessGroup):
 
     def _issue(self, op: Op, values: list[Any], options: Any) -> Work:
         epoch = self._ready(op.name)
+        if op.has_numbers:
+            require_sense(op, values, epoch.rank, epoch.size)
         tensors = [tensor for _, tensor in walk(op, values)]
         values, _ = stage(op, values, self.backend_name)  # refuses strided tensors, which NCCL does not take either
         try:

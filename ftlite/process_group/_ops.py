@@ -10,7 +10,7 @@ read from the same file, so entries are only ever appended. Nothing here has sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any, Literal, TypeAlias
@@ -30,6 +30,7 @@ __all__ = [
     "call",
     "normalise",
     "results",
+    "seen_by",
     "walk",
 ]
 
@@ -56,13 +57,20 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One collective. ``options`` names torch's class of its options, ``newer`` the name that later torch gives it."""
+    """One collective. ``options`` names torch's class of its options, ``newer`` the name that later torch gives it.
+
+    ``has_numbers``: not all its arguments are tensors. ``receives``: its Work knows which rank it is from, afterwards.
+    ``on_root`` is the same op as its root takes it, where that only reads what the others write.
+    """
 
     name: str
     params: tuple[Param, ...]
     options: str | None
     newer: str | None
     number: int
+    has_numbers: bool
+    receives: bool
+    on_root: Op | None = None
 
 
 # The fields that each class of options may have; a torch that lacks one (asyncOp in 2.6) neither sends nor gets it.
@@ -79,12 +87,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "BarrierOptions": ("device_ids", "device", "timeout", "asyncOp"),
 }
 
-# One line per collective: name, torch's later name, options, arguments. An argument is "keywords:kind:direction".
+# One line per collective: name, torch's later name, options, arguments. An argument is "keywords:kind:direction", or
+# "keywords:kind:direction/direction on the root" where that differs.
 # torch's overloads name the same argument differently; send and recv also go by the spelling of torchft.
 _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("allreduce", "", "AllreduceOptions", "tensors/tensor:tensors:inout"),
     ("allreduce_coalesced", "", "AllreduceCoalescedOptions", "tensors:tensors:inout"),
-    ("broadcast", "", "BroadcastOptions", "tensors/tensor/tensor_list:tensors:inout"),
+    ("broadcast", "", "BroadcastOptions", "tensors/tensor/tensor_list:tensors:inout/in"),
     ("reduce", "", "ReduceOptions", "tensors/tensor:tensors:inout"),
     ("allgather", "", "AllgatherOptions", "output_tensors:tensor_lists:out input_tensors/input_tensor:tensors:in"),
     ("_allgather_base", "all_gather_single", "AllgatherOptions", "output:tensor:out input:tensor:in"),
@@ -129,16 +138,22 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def _param(text: str) -> Param:
-    names, kind, direction = text.split(":")
+def _param(text: str, on_root: bool = False) -> Param:
+    names, kind, directions = text.split(":")
+    direction, _, there = directions.partition("/")
     spelled = tuple(names.split("/"))
-    return Param(spelled[0], kind, direction or None, spelled)  # type: ignore[arg-type]
+    return Param(spelled[0], kind, (on_root and there) or direction or None, spelled)  # type: ignore[arg-type]
 
 
-BY_NUMBER: tuple[Op, ...] = tuple(
-    Op(name, tuple(map(_param, params.split())), options or None, newer or None, number)
-    for number, (name, newer, options, params) in enumerate(_TABLE)
-)
+def _op(number: int, name: str, newer: str, options: str, texts: str) -> Op:
+    params, there = (tuple(_param(text, on_root) for text in texts.split()) for on_root in (False, True))
+    has_numbers = any(param.direction is None for param in params)
+    receives = has_numbers and not options and params[0].direction == "out"
+    op = Op(name, params, options or None, newer or None, number, has_numbers, receives)
+    return op if there == params else replace(op, on_root=replace(op, params=there))
+
+
+BY_NUMBER: tuple[Op, ...] = tuple(_op(number, *line) for number, line in enumerate(_TABLE))
 OPS: Mapping[str, Op] = {op.name: op for op in BY_NUMBER}
 ALIASES: Mapping[str, str] = {op.newer: op.name for op in BY_NUMBER if op.newer is not None}
 
@@ -292,6 +307,12 @@ def walk(op: Op, values: Sequence[Value]) -> list[tuple[Direction, torch.Tensor]
         else:
             found += [(direction, tensor) for row in value for tensor in row]
     return found
+
+
+def seen_by(op: Op, options: Options, rank: int) -> Op:
+    """``op`` as ``rank`` has to ``walk`` its tensors: on the root of a broadcast they may be in read-only memory."""
+    on_root = op.on_root
+    return on_root if on_root is not None and options.rootRank == rank else op
 
 
 def arrange(op: Op, values: Sequence[Value], made: Iterator[Any], hold: type = list) -> list[Value]:

@@ -16,12 +16,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ._effects import Effect, Settle
-from ._frames import frameless
+from ._frames import frameless, fresh
 from ._lenders import Lenders
+from ._nesting import here, is_deep
 from ._replies import Replies
 from ._work import ChildWork
 
 __all__ = ["Pending"]
+
+# No stack or no memory is left here; whoever comes next may have it.
+_SCARCE = (RecursionError, MemoryError)
 
 
 class Pending:
@@ -78,19 +82,36 @@ class Pending:
         self._ledger.end()
         self._replies.end()
 
+    def names(self) -> dict[int, str]:
+        """What there is that nobody is about to settle, by ids."""
+        due = {effect.op_id for effect in self._due.copy()}
+        return {op_id: work.name for op_id, work in list(self.works.items()) if not (work.has_ended or op_id in due)}
+
     def settle(self, effects: Sequence[Settle] = ()) -> None:
-        """Settle these, and what else is due, whichever thread was told of it."""
+        """Settle these, and what else is due, whichever thread was told of it.
+
+        What callbacks raise, torch keeps to itself. After any other exception whoever comes next goes on.
+        """
         self._due.extend(effects)
-        while self._due:
-            try:
-                effect = self._due.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                self._settle(effect)
-            except (KeyboardInterrupt, SystemExit):  # whoever comes next goes on
-                self._due.appendleft(effect)
-                raise
+        if not self._due or is_deep():  # this very thread has more to settle once the callback that it is in has ended
+            return
+        here.depth += 1
+        try:
+            while self._due:
+                try:
+                    effect = self._due.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                try:
+                    self._settle(effect)
+                except BaseException as error:
+                    if not isinstance(error, Exception) or isinstance(error, _SCARCE):
+                        self._due.appendleft(effect)
+                    elif effect.outcome is None:  # it cannot end well: a device has failed
+                        self._due.appendleft(Settle(effect.op_id, frameless(fresh(error))))
+                    raise
+        finally:
+            here.depth -= 1
 
     def _settle(self, effect: Settle) -> None:
         work = self.works.get(effect.op_id)
@@ -103,7 +124,8 @@ class Pending:
                 work.has_ended = True
                 if self._waiting:
                     self._ended.notify_all()
+        work.source = effect.source
         work.settle(effect.outcome)
         work.let_go()
         with self._lock:
-            del self.works[effect.op_id]
+            self.works.pop(effect.op_id, None)

@@ -29,6 +29,7 @@ from ._forked_child import ForkedChild
 from ._frames import frameless, fresh
 from ._lenders import Lenders
 from ._limits import Limits
+from ._nesting import require_shallow
 from ._ops import Op, arrange
 from ._options import options_to_fields, timeout_in
 from ._owner import Owner
@@ -36,6 +37,7 @@ from ._pending import Pending
 from ._pipe import Pipe, PipeBroken
 from ._replies import Replies
 from ._template import Template
+from ._turns import Turns
 from ._work import ChildWork
 
 __all__ = ["Session"]
@@ -48,8 +50,6 @@ _REPORT_S = 0.2
 _LEAVE_S = 0.25
 # A killed process is gone at once, unless it waits for a device that does not answer; its memory is then given up.
 _DEATH_S = 1.0
-# A callback that wants to issue looks so often whether it can; meanwhile it reads.
-_LOOK_S = 0.005
 # Idle memory is given back after ten times as long; a look takes 10 us.
 _CHORES_S = 1.0
 
@@ -65,20 +65,21 @@ class Session:
     """
 
     def __init__(self, template: Template, arena: Arena, exports: AllExports, configure: says.Configure) -> None:
-        self.epoch = configure.epoch
-        self.backend = configure.backend
+        self.epoch, self.backend = configure.epoch, configure.backend
+        self.rank, self.size = configure.rank, configure.world_size
         self.owner = Owner()
         self.replies = Replies(self._receive)
         self._lock = threading.RLock()
-        self._issuing = threading.RLock()  # a callback may issue while its thread waits for memory
+        self._issuing = Turns()
         self._link = _link.Link(configure)
-        self._ledger = Lenders(arena, exports, self._lock, self._keep_reading, self.backend)
+        self._ledger = Lenders(arena, exports, self._lock, self._keep_reading, self.backend, self.rank)
         self.pending = Pending(self._lock, self._ledger, self.replies, lambda: not self._is_over() or self._dead)
         self._limits = Limits(self.pending.works)
         self._chores_s = 0.0  # when to look for them next
         self._configured = threading.Event()
         self._outcome: Exception | None = None
-        self._ended = self._dead = False
+        self._ended: BaseException | None = None  # why there are no more replies
+        self._dead = False
         self._child: ForkedChild | None = None
         self._pipe, self._end = Pipe.pair(configure.timeout_s)
         self._reader: threading.Thread | None = None
@@ -190,8 +191,8 @@ class Session:
         fields = options_to_fields(options)
         deadline = Deadline(timeout_in(op, fields) or limit_s)
         self._require_living(op.name)  # at once: who issues now may wait for what this thread is to settle
-        work, views = self._ledger.borrower(self, op, values, deadline)
-        self._acquire_issuing(op, deadline)
+        work, views = self._ledger.borrower(self, op, values, options, deadline)
+        self._issuing.acquire(op.name, deadline, self._keep_reading(), self._pipe.has_room)
         try:
             after = self._ledger.lend(work, views, deadline)
             self._send(op, values, fields, work, after)
@@ -215,19 +216,9 @@ class Session:
         return self._read_on if self.replies.is_mine() else None
 
     def _read_on(self, wait_s: float) -> None:
+        require_shallow("an op")
         if not self._receive(wait_s):
             self._require_living("an op")
-
-    def _acquire_issuing(self, op: Op, deadline: Deadline) -> None:
-        if not self.replies.is_mine():
-            taken = self._issuing.acquire(timeout=deadline.remaining_s())
-        else:  # in a callback: whoever issues, and the child when it takes no more, may wait for replies to be read
-            while not (taken := self._pipe.has_room() and self._issuing.acquire(blocking=False)):
-                if deadline.expired():
-                    break
-                self._read_on(_LOOK_S)
-        if not taken:
-            raise deadline.exceeded(f"{op.name}: waiting for other threads to issue", "the child does not keep up")
 
     def _send(self, op: Op, values: list[Any], fields: tuple[Any, ...], work: ChildWork, after: int) -> None:
         args = tuple(arrange(op, values, iter(work.references()), tuple))
@@ -262,24 +253,24 @@ class Session:
         self._perform(effects)
 
     def _perform(self, effects: list[_link.Effect]) -> None:
-        ended = []
-        for effect in effects:
-            if isinstance(effect, _link.Settle):
-                ended.append(effect)
-            elif isinstance(effect, _link.Send):
-                try:
-                    self._pipe.send(says.encode(effect.message))
-                except (PipeBroken, ProtocolError) as error:
-                    self._lost(error)
-            elif isinstance(effect, _link.Released):
-                self._ledger.dropped(effect.number)
-            elif isinstance(effect, _link.Configured):
-                self._outcome = effect.outcome
-                self._configured.set()
-            else:
-                _logger.info("killing the child of epoch %d: %s", self.epoch, effect.reason)
-                self._kill()
-        self.pending.settle(ended)
+        ended = [effect for effect in effects if isinstance(effect, _link.Settle)]
+        try:
+            for effect in effects:
+                if isinstance(effect, _link.Send):
+                    try:
+                        self._pipe.send(says.encode(effect.message))
+                    except (PipeBroken, ProtocolError) as error:
+                        self._lost(error)
+                elif isinstance(effect, _link.Released):
+                    self._ledger.dropped(effect.number)
+                elif isinstance(effect, _link.Configured):
+                    self._outcome = effect.outcome
+                    self._configured.set()
+                elif isinstance(effect, _link.Kill):
+                    _logger.info("killing the child of epoch %d: %s", self.epoch, effect.reason)
+                    self._kill()
+        finally:  # whatever comes: the link will not say it again
+            self.pending.settle(ended)
 
     def _kill(self) -> None:
         child = self._child
@@ -321,14 +312,15 @@ class Session:
 
         Returns whether there can be more. For the reader.
         """
-        if self._ended:
-            return False
+        if self._ended is not None:
+            return self._end_with(self._ended)
         child = self._child
         wait_s = min(wait_s, max(0.0, self._limits.next_s() - time.monotonic()))
         try:
             # an exception from outside (Ctrl-C) that comes here leaves everything as it is
             came = self._pipe.poll(wait_s, child.fileno() if child is not None else -1)
         except PipeBroken as error:
+            self._ended = error  # before any call, for which there may be no stack left
             return self._end_with(error)
         try:
             if came:
@@ -337,10 +329,11 @@ class Session:
                 raise PipeBroken("the child has ended", ended=True)
             self._look_at_the_time()
         except BaseException as error:
+            self._ended = error
             self._end_with(error)
             if not isinstance(error, (PipeBroken, ProtocolError)):
                 raise
-        return not self._ended
+        return self._ended is None
 
     def _heard(self, message: says.Message) -> list[_link.Effect]:
         """What follows from ``message``, with the results in place of the ops that have ended; not once all is over."""
@@ -350,12 +343,11 @@ class Session:
             return effects if self._is_over() else [self.pending.bring_back(effect) for effect in effects]
 
     def _end_with(self, error: BaseException) -> bool:
-        """There are no more replies."""
-        self._ended = True
-        if isinstance(error, PipeBroken):
-            self._lost(error)
-        else:
-            self._broke(frameless(fresh(error)))
+        """There are no more replies: tell the link, if nobody has. Returns False."""
+        self._ended = error = frameless(fresh(error))
+        if not self._is_over():
+            (self._lost if isinstance(error, PipeBroken) else self._broke)(error)
+        self.pending.settle()  # what whoever told it had no stack left for
         return False
 
     def _look_at_the_time(self) -> None:
@@ -363,6 +355,7 @@ class Session:
         now_s = time.monotonic()
         if now_s >= self._chores_s:
             self._chores_s = now_s + _CHORES_S
+            self.pending.settle()  # what others had to leave
             self._give_memory_back(now_s)
         while now_s >= self._limits.next_s():
             with self._lock:
@@ -378,7 +371,7 @@ class Session:
         if self._is_over():
             return  # the next child's session does that
         # one that has nothing to do reads what is sent at once, so that nothing waits here
-        if self._ledger.tidy(now_s) and not self.pending.works and self._issuing.acquire(blocking=False):
+        if self._ledger.tidy(now_s) and not self.pending.works and self._issuing.acquire_now():
             try:
                 self._announce(None)
             finally:
@@ -386,6 +379,8 @@ class Session:
 
     def _bury(self) -> None:
         """The end of the reader: the child is dead, or soon will be, and its memory free."""
+        if self._ended is not None:
+            self._end_with(self._ended)
         child = self._child
         died = True
         if child is not None:
@@ -398,3 +393,4 @@ class Session:
         if died:
             self._ledger.ransom()
         self.pending.end(died)
+        self._decide(lambda: self._link.left(self.pending.names()))

@@ -33,6 +33,9 @@ __all__ = ["TemplateProcess"]
 
 # The template reads requests within milliseconds, between forks. One that does not is stopped or lost.
 _WRITE_LIMIT_S = 5.0
+# A fork takes milliseconds, and some tens more on a busy machine. A template that has not answered for so long when a
+# caller's time is over is stopped or hangs. It is put down, and its children with it: no later call would fare better.
+_ANSWER_S = 2.0
 # How long it may take to kill its children and end; it waits for them for a second.
 _END_S = 2.0
 # Its descriptors are closed some milliseconds before it can be reaped: the kernel unmaps hundreds of MB between.
@@ -112,14 +115,20 @@ class TemplateProcess:
             self._number += 1
             number, request = self._number, _Request()
             self._requests[number] = request
+        asked = Deadline(_ANSWER_S)
         try:
             self._pipe.send(json.dumps({"kind": "fork", "request": number, **present}).encode(), [end.fileno()])
         except PipeBroken:
             self._put_down()  # if it still lives, it does not listen; the thread finds its end and tells us why
         if not request.answered.wait(deadline.remaining_s()):
             with self._changed:
-                if self._requests.pop(number, None) is not None:
-                    raise deadline.exceeded("waiting for the template process to fork a child")
+                is_late = self._requests.pop(number, None) is not None
+            if is_late:
+                hint = "call again"
+                if asked.expired():
+                    self._put_down()
+                    hint = "it did not answer and was killed; the next call starts another"
+                raise deadline.exceeded("waiting for the template process to fork a child", hint)
         if request.child is None:
             raise ChildStartFailed(request.failure)
         return request.child

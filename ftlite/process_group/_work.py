@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._deadline import Deadline
+from .._errors import StateError
 from ._handle import OpWork
 from ._loans import Lent
+from ._nesting import require_shallow
 from ._replies import Awaited
 
 if TYPE_CHECKING:
@@ -26,12 +28,30 @@ class ChildWork(OpWork):
 
     def __init__(self, session: Session, what: str, deadline: Deadline, tensors: list[Any]) -> None:
         super().__init__(what, deadline.limit_s, tensors)
+        self.name = what
         self.op_id = -1  # until it is sent
+        self.source = -1
         self.ticket = -1
         self.lent: list[Lent] = []
         self.deadline = deadline
         self.has_ended = False  # its memory is free; callbacks may still run
         self._session: Session | None = session  # None once it is over
+
+    def source_rank(self) -> int:
+        """The rank that a receive got its tensor from.
+
+        Raises:
+            StateError: it has not come, or the op receives from no one rank.
+        """
+        if self.source < 0:
+            raise StateError(
+                f"{self._what} has no source rank: ask a recv or recv_anysource, after wait()",
+                state="running" if not self.is_over() else "over",
+                attempted="source_rank",
+            )
+        return self.source
+
+    _source_rank = source_rank
 
     def until_over(self, limit_s: float) -> bool:
         """Wait until it has ended, for its memory; whether it has, within ``limit_s`` seconds.
@@ -74,6 +94,7 @@ class ChildWork(OpWork):
         if end.is_over():
             return True
         session.owner.require(self._what)
+        require_shallow(self._what)
         session.pending.settle()  # in a callback: what this very thread was to settle next
         return end.is_over() or session.replies.wait(end, limit_s)
 

@@ -114,12 +114,12 @@ def gone(pid: int, limit_s: float = WAIT_S) -> None:
 
 
 class Waiter:
-    """``wait`` in a thread of its own: what it returned or raised, and when."""
+    """``wait`` in a thread of its own: what it returned or raised, and from when to when it ran."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
-        self.over_s = 0.0
+        self.started_s, self.over_s = time.monotonic(), 0.0
         self._wait = wait
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

@@ -20,6 +20,7 @@ from tests import load
 from tests._support import SCALE, WAIT_S, wait_until
 from tests.process_group._collectives import KINDS, Case, Cases, content
 from tests.process_group._contract_life import LifeContract
+from tests.process_group._contract_ranks import RankContract
 from tests.process_group._contract_views import ViewContract
 from tests.process_group._ranks import Team
 
@@ -33,7 +34,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-class ProcessGroupContract(LifeContract, ViewContract):
+class ProcessGroupContract(LifeContract, RankContract, ViewContract):
     """Mix into a ``GuardedTestCase``."""
 
     def make_group(self, timeout: timedelta) -> Any:

@@ -153,7 +153,7 @@ class Life(unittest.TestCase):
         self.assertEqual([submit(one), submit(one, "barrier")], [0, 1])
         self.assertEqual((one.active, one.last_op), (2, "barrier (op 1)"))
         self.assertEqual(one.received(says.Done(1), 3), [Settle(1, None)])
-        self.assertEqual(one.received(says.Done(0), 3), [Settle(0, None)])
+        self.assertEqual(one.received(says.Done(0, 5), 3), [Settle(0, None, 5)])
         self.assertEqual(one.active, 0)
         self.assertEqual(one.close(), [Send(says.Bye())])
         self.assertEqual(one.close(), [])

@@ -33,6 +33,7 @@ SAMPLES = [
     messages.Ready(1),
     messages.ConfigureFailed("RuntimeError", "no", "Traceback ...\n"),
     messages.Done(2**62),
+    messages.Done(3, 1),
     messages.OpFailed(5, "RuntimeError", "connection reset \udcff\u20ac", "", True),
     messages.Broken("SystemExit", "3", ""),
     messages.Unsupported(5, "gloo has no reduce_scatter of this kind"),
@@ -159,7 +160,7 @@ class Hostile(GuardedTestCase):
                         self.refused(frame, f"{type(sample).__name__}.{name} is a {type(wrong).__name__}")
 
     def test_a_bool_is_no_number_and_a_number_no_bool(self) -> None:
-        self.refused(self.frame(self.number("Done"), True), "Done.op_id is a bool (True)")
+        self.refused(self.frame(self.number("Done"), True, -1), "Done.op_id is a bool (True)")
         self.refused(self.frame(self.number("OpFailed"), 1, "", "", "", 1), "OpFailed.broken is a int (1)")
         self.refused(self.frame(self.number("Run"), 1, 1, (True,), (), 1.0, -1), "Run.args")
 

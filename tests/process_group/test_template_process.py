@@ -157,6 +157,24 @@ class Dies(GuardedTestCase):
             self.assertIn("SIGKILL", str(caught.exception))
             self.assertFalse(lives(pid))
 
+    def test_one_that_does_not_answer_has_a_successor(self) -> None:
+        source = template.Template(ENTRY).hold()
+        self.addCleanup(source.release)
+        with Talk(source) as talk, mock.patch.object(process, "_ANSWER_S", 0.4 * SCALE):
+            pid = source.pid()
+            os.kill(pid, signal.SIGSTOP)
+            # not for one who is in a hurry: it may only be busy
+            with self.assertRaises(errors.DeadlineExceeded):
+                Talk(source, 0.1 * SCALE)
+            self.assertTrue(lives(pid))
+            with self.assertRaisesRegex(errors.DeadlineExceeded, "was killed"):
+                Talk(source, 0.5 * SCALE)
+            self.assertTrue(ended(talk.child.fileno(), WAIT_S))
+        wait_until(lambda: source._process.gone(), "its end is known")
+        with Talk(source) as talk:
+            self.assertEqual(talk.ask("result = 'alive'"), "alive")
+            self.assertNotEqual(source.pid(), pid)
+
     def test_a_user_who_does_not_read_stderr_holds_up_no_fork(self) -> None:
         reader, writer = os.pipe()
         kept = os.dup(2)
