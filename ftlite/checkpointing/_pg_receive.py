@@ -196,13 +196,14 @@ class Heal:
         what = f"of {flat.total} of step {self._step} from rank {self._channel.peer}"
         on_the_way: deque[_Message] = deque()
         spare: list[torch.Tensor] = []
+        largest = max((end - start for start, end in zip([0, *manifest.ends], manifest.ends)), default=0)
         sums: list[int] = []
         for start, end in zip([0, *manifest.ends], manifest.ends):
             if len(on_the_way) == WINDOW:
                 sums.append(self._take(on_the_way.popleft(), flat, plan, spare))
             target, scratch = self._straight(plan, flat, start, end), None
             if target is None:
-                scratch = spare.pop() if spare else self._channel.buffer(MESSAGE_BYTES)
+                scratch = spare.pop() if spare else self._channel.buffer(largest)
                 target = scratch[: end - start]
             op = self._channel.receive(target, data_tag(self._session), f"receiving bytes {start} to {end} {what}")
             on_the_way.append(_Message(start, end, op, target, scratch))

@@ -95,6 +95,7 @@ class Session:
         sums: list[int] = []
         on_the_way: deque[tuple[Op, torch.Tensor | None]] = deque()
         spare: list[torch.Tensor] = []
+        largest = max((end - start for start, end in zip([0, *snapshot.ends], snapshot.ends)), default=0)
         for start, end in zip([0, *snapshot.ends], snapshot.ends):
             if len(on_the_way) == window:
                 self._finish(on_the_way.popleft(), spare)
@@ -103,7 +104,7 @@ class Session:
             if message is not None:
                 sums.append(snapshot.sum_of(start, end))
             else:
-                scratch = spare.pop() if spare else self._channel.buffer(MESSAGE_BYTES)
+                scratch = spare.pop() if spare else self._channel.buffer(largest)
                 message = scratch[: end - start]
                 sums.append(_gather(snapshot, start, end, view_of(message)))
             what = f"bytes {start} to {end} of {snapshot.flat.total}"
