@@ -25,7 +25,7 @@ from ._manifest import MAX_MANIFEST_BYTES, Manifest, parse
 from ._memory import byte_tensor, collector_paused, view_of
 from ._pg_channel import Channel, Op
 from ._pg_send import WINDOW
-from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, unpack_sums
+from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, largest_of, unpack_sums
 from ._plan import Plan
 from ._snapshot import BLOCK_BYTES
 from ._stream import first_line
@@ -179,8 +179,8 @@ class Heal:
 
     def _parsed(self, document: bytes, offer: Control) -> Manifest:
         manifest = parse(document)
-        sizes = [end - start for start, end in zip([0, *manifest.ends], manifest.ends)]
-        if manifest.step != self._step or sum(manifest.sizes) != offer.total or max(sizes, default=0) > MESSAGE_BYTES:
+        fits = sum(manifest.sizes) == offer.total and largest_of(manifest.ends) <= MESSAGE_BYTES
+        if manifest.step != self._step or not fits:
             raise IntegrityError(
                 f"the layout from rank {self._channel.peer} is not that of its offer of step {offer.step} with "
                 f"{offer.total} bytes in messages of at most {MESSAGE_BYTES}: heal again, or from another donor"
@@ -196,7 +196,7 @@ class Heal:
         what = f"of {flat.total} of step {self._step} from rank {self._channel.peer}"
         on_the_way: deque[_Message] = deque()
         spare: list[torch.Tensor] = []
-        largest = max((end - start for start, end in zip([0, *manifest.ends], manifest.ends)), default=0)
+        largest = largest_of(manifest.ends)
         sums: list[int] = []
         for start, end in zip([0, *manifest.ends], manifest.ends):
             if len(on_the_way) == WINDOW:

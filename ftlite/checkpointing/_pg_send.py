@@ -18,7 +18,7 @@ from .._errors import TransferError
 from ._checksum import RowSum, checksum_of
 from ._memory import unlocked, view_of
 from ._pg_channel import Channel, Op
-from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, error_of, pack_sums
+from ._pg_wire import MESSAGE_BYTES, Control, Kind, code_of, data_tag, error_of, largest_of, pack_sums
 from ._snapshot import Snapshot
 
 # Messages on their way to one receiver: one that the wire is at, one behind it, one each that is prepared and finished.
@@ -95,7 +95,7 @@ class Session:
         sums: list[int] = []
         on_the_way: deque[tuple[Op, torch.Tensor | None]] = deque()
         spare: list[torch.Tensor] = []
-        largest = max((end - start for start, end in zip([0, *snapshot.ends], snapshot.ends)), default=0)
+        largest = largest_of(snapshot.ends)
         for start, end in zip([0, *snapshot.ends], snapshot.ends):
             if len(on_the_way) == window:
                 self._finish(on_the_way.popleft(), spare)

@@ -167,6 +167,11 @@ def cut_messages(flat: FlatSpace, is_straight: bool = True) -> list[int]:
     return ends
 
 
+def largest_of(ends: Sequence[int]) -> int:
+    """The bytes of the largest of the messages with these ``ends``; 0 where there are none."""
+    return max((end - start for start, end in zip([0, *ends], ends)), default=0)
+
+
 def pack_sums(sums: Sequence[int]) -> bytes:
     """The table of checksums that follows END."""
     return struct.pack(f"<{len(sums)}I", *sums)

@@ -93,6 +93,9 @@ class Messages(unittest.TestCase):
         self.assertEqual(wire.cut_messages(layout.FlatSpace([MESSAGE], 1), is_straight=False), [MESSAGE])
         self.assertEqual(wire.cut_messages(layout.FlatSpace([], 0), is_straight=False), [])
 
+    def test_the_largest(self) -> None:
+        self.assertEqual([wire.largest_of(ends) for ends in ([], [3], [3, 10, 12])], [0, 3, 7])
+
     def test_any_sizes(self) -> None:
         dice = random.Random(3)
         for _ in range(300):
