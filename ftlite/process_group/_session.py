@@ -44,7 +44,8 @@ __all__ = ["Session"]
 
 _logger = logging.getLogger(__name__)
 
-# After the end of the pipe: so long for the template to report how the child died. It does so within milliseconds.
+# After the end of the pipe: so long for the child to leave its device, and for the template to report how it died. It
+# does so within milliseconds.
 _REPORT_S = 0.2
 # A child that was told to end leaves in milliseconds. A shutdown may take half a second, the wait above included.
 _LEAVE_S = 0.25
@@ -384,6 +385,8 @@ class Session:
         child = self._child
         died = True
         if child is not None:
+            if self._ledger.is_busy():  # it has the device leave what is queued, which streams here wait for
+                child.wait(_REPORT_S)
             child.kill()
             died = child.wait(_DEATH_S) is not None
             child.close()

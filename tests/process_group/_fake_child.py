@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -69,6 +70,19 @@ class ThreadChild:
 
     def fileno(self) -> int:
         return -1
+
+    def hesitate(self, delay_s: float) -> None:
+        """It notices the end of its pipe that much later, as one does that has no core at the moment."""
+        receive = self._pipe.receive
+
+        def late() -> Any:
+            try:
+                return receive()
+            except pipes.PipeBroken:
+                time.sleep(delay_s)
+                raise
+
+        self._pipe.receive = late
 
     def kill(self) -> None:
         """As SIGKILL: nothing is done any more."""

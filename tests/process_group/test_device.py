@@ -193,6 +193,7 @@ class Lives(FakeCase):
     def test_an_abort_lets_the_device_leave_what_is_queued(self) -> None:
         self.start()
         self.keep_stepping()
+        self.child.hesitate(0.05)  # or it might have done so before anybody thinks of killing it
         work = self.issue("recv", [self.tensor(1.0)], 0, 0)
         work.wait()
         self.session.abort("enough")
