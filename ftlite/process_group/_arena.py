@@ -92,7 +92,8 @@ class Arena:
         self._limit = limit_bytes
         self._closed = False
         self._waiting = 0
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._ops = Slots()
         self._own = Slots()
         self._segments: dict[int, tuple[Segment, Mapping]] = {}
@@ -112,7 +113,7 @@ class Arena:
             StateError: the arena is closed, or was closed meanwhile.
             OSError: the machine has no memory, or this process no descriptor left.
         """
-        with self._changed:
+        with self._lock:
             ops = self._ops
             if 2 * nbytes > self._limit:
                 self._limit = _LARGEST_OPS * room_for(nbytes)
@@ -123,7 +124,7 @@ class Arena:
 
     def give(self, slot: Slot) -> None:
         """Give ``slot`` back, from any thread. Again, or after :meth:`close`, it does nothing: it is a release."""
-        with self._changed:
+        with self._lock:
             if self._ops.give(slot) and self._waiting:
                 self._changed.notify_all()
 

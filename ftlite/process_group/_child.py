@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import socket
 import threading
 import traceback
@@ -39,13 +38,14 @@ from . import _messages as says
 from ._backends import BACKENDS, Backend
 from ._device_child import Devices, Queued
 from ._mapping import Mapping, dtype_from_code
-from ._native import explained, has_future, source_of
+from ._native import explained, future_of, source_of
 from ._ops import BY_NUMBER, Op, c10d, call, walk
 from ._options import options_from_fields
 from ._overseer import Overseer
 from ._pipe import Pipe, PipeBroken
 from ._probe import Probe
 from ._store import create_store_client
+from ._waiters import Waiters
 
 __all__ = ["main"]
 
@@ -100,9 +100,10 @@ class _Child:
         self._group: Any = None
         self._timeout_s = 0.0
         self._changed = threading.Condition()
+        self._awaited = -1  # the op that the main thread waits for
         self._running: dict[int, _Running] = {}
         self._known: dict[tuple[Any, ...], tuple[list[Any], Any]] = {}
-        self._waiters = _Waiters()
+        self._waiters = Waiters()
 
     def run(self) -> int:
         try:
@@ -171,8 +172,7 @@ class _Child:
     def _start(self, message: says.Run) -> None:
         (op, _), op_id = self._op(message), message.op_id
         if message.after >= 0:
-            with self._changed:  # the trainer's own limit ends this process when it takes too long
-                self._changed.wait_for(lambda: message.after not in self._running, LONGEST_S)
+            self._await(message.after)
         values: list[Any] = []
         options = None
         try:
@@ -183,14 +183,21 @@ class _Child:
         except BaseException as error:
             self._failed(op_id, _Running(op, None, values, options), error)
             return
-        with self._changed:
-            self._running[op_id] = _Running(op, work, values, options)
-        if has_future(work):
-            work.get_future().add_done_callback(lambda future: self._ended(op_id, future))
+        self._running[op_id] = _Running(op, work, values, options)
+        future = future_of(work)
+        if future is not None:
+            future.add_done_callback(lambda future: self._ended(op_id, future))
         else:
             # never a shorter time than the op's: Gloo closes the connection for good when such a wait ends
             limit = timedelta(seconds=message.timeout_s)
             self._waiters.run(lambda: self._wait(op_id, lambda: work.wait(limit)))
+
+    def _await(self, op_id: int) -> None:
+        """Wait for an op that the next one follows; the trainer's own limit ends this process if it takes too long."""
+        with self._changed:
+            self._awaited = op_id
+            self._changed.wait_for(lambda: op_id not in self._running, LONGEST_S)
+            self._awaited = -1
 
     def _start_on_device(self, message: says.RunOnDevice) -> None:
         (op, backend), op_id = self._op(message), message.op_id
@@ -219,8 +226,7 @@ class _Child:
                 self._overseer.watch(message.timeout_s, f"{op.name} (op {op_id}) on {backend.name}", queued)
             self._say(says.Done(op_id))
             return
-        with self._changed:
-            self._running[op_id] = running
+        self._running[op_id] = running
         self._waiters.run(
             lambda: self._wait(op_id, lambda: self._devices.finish(running.work, pair, message.timeout_s))
         )
@@ -294,9 +300,10 @@ class _Child:
 
     def _over(self, op_id: int, error: BaseException | None) -> None:
         """An op that was started has ended; from any thread."""
-        with self._changed:
-            running = self._running.pop(op_id)
-            self._changed.notify_all()
+        running = self._running.pop(op_id)
+        if self._awaited == op_id:  # it was set before the main thread looked whether the op runs
+            with self._changed:
+                self._changed.notify_all()
         try:
             if error is None:
                 self._say(says.Done(op_id, source_of(running.op, running.work)))
@@ -358,30 +365,6 @@ def _group_of_one(backend: Backend) -> tuple[Any, Any]:
     """For the probe: a group, and its backend."""
     group = backend.make(c10d.HashStore(), 0, 1, _PROBE_S, ())
     return group, group._get_backend(torch.device(backend.devices[0]))
-
-
-class _Waiters:
-    """Threads that each wait for one thing; as many as there are things at a time, and they are used again."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-
-    def run(self, job: Any) -> None:
-        with self._lock:
-            fresh = self._idle == 0
-            if not fresh:
-                self._idle -= 1
-        self._jobs.put(job)
-        if fresh:
-            threading.Thread(target=self._work, name="waiter", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self._jobs.get()()
-            with self._lock:
-                self._idle += 1
 
 
 def _told(error: BaseException) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["CHECKS", "HANDLE_LIMIT", "INT_LIMIT", "MAX_DEPTH"]
+__all__ = ["CHECKS", "HANDLE_LIMIT", "INTEGERS", "INT_LIMIT", "MAX_DEPTH"]
 
 # The deepest there is: args > a list of lists of tensors > a list > a tensor > its shape. Two to spare.
 MAX_DEPTH = 6
@@ -113,3 +113,6 @@ CHECKS: dict[str, Callable[[object], bool]] = {
     "type": _is_text,
     "world_size": _is_count,
 }
+
+# the rules of what is always an integer of 64 bits
+INTEGERS = frozenset({_is_count, _is_count_or_none})

@@ -76,7 +76,8 @@ class OpWork(Work):
         self._limit_s = limit_s
         self._tensors = tensors
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over = False
+        self._awaited: threading.Event | None = None  # made by whoever waits: most ops have ended by then
         self._settler: int | None = None  # the thread that settled it
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -100,7 +101,11 @@ class OpWork(Work):
                 listener(self)
             if future is not None and not future.done():
                 self._complete(future)
-            self._over.set()
+            with self._lock:
+                self._over = True
+                awaited = self._awaited
+            if awaited is not None:
+                awaited.set()
         except BaseException:  # Ctrl-C, or no stack or memory is left; it is not settled, and the next call begins anew
             self._listeners[:0] = listeners
             self._settler = None
@@ -133,7 +138,7 @@ class OpWork(Work):
 
     def is_over(self) -> bool:
         """Whether it has ended; unlike ``is_completed`` no sign that anybody cared."""
-        return self._over.is_set()
+        return self._over
 
     # --- torch's Work -----------------------------------------------------------------------------------
 
@@ -172,7 +177,7 @@ class OpWork(Work):
     def is_completed(self) -> bool:
         """Whether the op has ended, well or not."""
         self._start()
-        if not self._over.is_set() and self._settler != threading.get_ident():
+        if not self._over and self._settler != threading.get_ident():
             return False
         self._look()
         return True
@@ -207,8 +212,18 @@ class OpWork(Work):
     def _await(self, limit_s: float, slack_s: float) -> None:
         deadline = Deadline(limit_s)
         self._start()
-        if not self._over.wait(limit_s + slack_s):
+        if not self._wait_over(limit_s + slack_s):
             raise self._late(deadline)
+
+    def _wait_over(self, limit_s: float) -> bool:
+        """Wait until it has been settled; whether it has, within ``limit_s`` seconds."""
+        with self._lock:
+            if self._over:
+                return True
+            awaited = self._awaited
+            if awaited is None:
+                awaited = self._awaited = threading.Event()
+        return awaited.wait(limit_s)
 
     def _late(self, deadline: Deadline) -> DeadlineExceeded:
         return deadline.exceeded(f"waiting for {self._what}", "the op goes on until the group's timeout")
@@ -226,7 +241,7 @@ class OpWork(Work):
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._keeper is not None and self._looks_due <= 0 and self._over.is_set():
+        if self._keeper is not None and self._looks_due <= 0 and self._over:
             self._keeper.pop(id(self), None)
 
 

@@ -30,7 +30,7 @@ from ._arguments import require_peers, require_sense
 from ._backends import new_gloo
 from ._epoch import Epoch
 from ._interface import ProcessGroup
-from ._native import NativeWork, Pairs, explained, has_future, stage
+from ._native import NativeWork, Pairs, explained, future_of, stage
 from ._ops import FIELDS, Op, arrange, c10d, call, results, seen_by, walk
 from ._options import options_from_fields, options_to_fields
 from ._probe import Probe
@@ -164,7 +164,7 @@ class InProcessGroup(ProcessGroup):
             native: Work = call(op, epoch.native, staged, options)
         except RuntimeError as error:
             raise explained(error, op, tensors, options, self.backend_name) from error
-        if sure and limit_s == epoch.timeout_s and has_future(native):
+        if sure and limit_s == epoch.timeout_s and future_of(native) is not None:
             epoch.note(native)
             return native
         return epoch.track(

@@ -128,6 +128,11 @@ class Link:
         return self._ended if self.state is State.BROKEN else None
 
     @property
+    def submitted(self) -> int:
+        """How many ops were submitted."""
+        return self._next_id
+
+    @property
     def active(self) -> int:
         """How many ops were submitted and have not settled."""
         return len(self._pending)
@@ -163,9 +168,9 @@ class Link:
             )
         op_id = self._next_id
         run: says.Message = (
-            says.Run(op_id, op, args, options, timeout_s, after if after in self._pending else -1)
+            says.Run(op_id, after if after in self._pending else -1, op, timeout_s, args, options)
             if pair < 0
-            else says.RunOnDevice(op_id, op, args, options, timeout_s, pair)
+            else says.RunOnDevice(op_id, pair, op, timeout_s, args, options)
         )
         self._next_id += 1
         self._pending[op_id] = name

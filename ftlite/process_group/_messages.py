@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the trainer and a child say to each other: typed here, frames of builtins on the pipe.
 
-- A message is a named tuple on either side only. What crosses is ``(number, *fields)``, where the number
-  is the place in ``MESSAGES``: both sides run the same files, and a class that crossed by its name would have
-  the child import the package that a copy of this one lies in, with whatever that import does.
-- A frame is read by an unpickler that knows no class, and every field is checked before a message is made of
-  it. What does not fit is a ProtocolError that names the message and the field; nothing of it has run.
-  That is against mistakes and damage. The child is one of ours: a frame made to use up memory could.
-- Pure: no I/O, no state; any thread may call ``encode`` and ``decode``.
+- A message is a named tuple on either side only. Both sides run the same files, and a class that crossed by its name
+  would have the child import the package that a copy of this one lies in, with whatever that import does. A frame is
+
+      the number        one byte, the place in ``MESSAGES``
+      the integers      that the message begins with, eight bytes each, least first
+      the other fields  as one pickled tuple; nothing where there are none
+
+- They are read by an unpickler that knows no class, and every field is checked before a message is made of it. What
+  does not fit is a ProtocolError that names the message and the field; nothing of it has run. That is against mistakes
+  and damage. The child is one of ours: a frame made to use up memory could.
+- A step of a training is like the one before: what follows the integers of a ``Run``, which number it, is read and
+  checked once, and known from then on.
+- No I/O; any thread may call ``encode`` and ``decode``.
 
 What a tensor looks like in ``Run.args``: ``("t", segment, offset, dtype code, shape)``, where it lies in the
 arena; on a device ``("d", memory, offset, dtype code, shape)``, with memory 0 for an empty one and the device's index
@@ -16,12 +22,15 @@ in the place of the offset. Other values there are integers, and tuples of both.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
+import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from .._errors import ProtocolError
-from ._fields import CHECKS, INT_LIMIT
+from ._fields import CHECKS, INT_LIMIT, INTEGERS
 
 __all__ = [
     "MESSAGES",
@@ -67,11 +76,11 @@ class Run(NamedTuple):
     """Start the collective number ``op``; once ``after`` (an op id, -1: none) is done. Answered when it is done."""
 
     op_id: int
+    after: int
     op: int
+    timeout_s: float
     args: tuple[Any, ...]
     options: tuple[Any, ...]
-    timeout_s: float
-    after: int
 
 
 class Segment(NamedTuple):
@@ -118,11 +127,11 @@ class RunOnDevice(NamedTuple):
     """As Run, once the first of the events ``pair`` has fired; answered when it is queued, the second one behind it."""
 
     op_id: int
+    pair: int
     op: int
+    timeout_s: float
     args: tuple[Any, ...]
     options: tuple[Any, ...]
-    timeout_s: float
-    pair: int
 
 
 class Bye(NamedTuple):
@@ -242,7 +251,27 @@ MESSAGES: tuple[type[Message], ...] = (
 
 
 _NUMBERS = {message: number for number, message in enumerate(MESSAGES)}
-_RULES = tuple(tuple(CHECKS[name] for name in message._fields) for message in MESSAGES)
+
+
+class _Form(NamedTuple):
+    """How a message crosses."""
+
+    head: struct.Struct  # of the number and the integers
+    split: int  # so many these are
+    rules: tuple[Callable[[object], bool], ...]  # for each field
+
+
+def _form(message: type[Message]) -> _Form:
+    rules = tuple(CHECKS[name] for name in message._fields)
+    split = next((place for place, rule in enumerate(rules) if rule not in INTEGERS), len(rules))
+    return _Form(struct.Struct(f"<B{split}q"), split, rules)
+
+
+_FORMS = tuple(map(_form, MESSAGES))
+# What is known of the ops of a training step, and of those of the next one: some steps of a model with hundreds of
+# parameters. An op on so many tensors that its text is longer takes longer than its text does.
+_KNOWN = 1024
+_SHORT_BYTES = 1024
 
 
 class _Builtins(pickle.Unpickler):
@@ -254,7 +283,10 @@ class _Builtins(pickle.Unpickler):
 
 def encode(message: Message) -> bytes:
     """The frame that says ``message``. Its fields are trusted here: the other side checks them."""
-    return pickle.dumps((_NUMBERS[type(message)], *message), 5)
+    number = _NUMBERS[type(message)]
+    head, split, rules = _FORMS[number]
+    frame = head.pack(number, *message[:split])
+    return frame if split == len(rules) else frame + pickle.dumps(message[split:], 5)
 
 
 def decode(data: bytes) -> Message:
@@ -263,23 +295,43 @@ def decode(data: bytes) -> Message:
     Raises:
         ProtocolError: it says none, or one with a field that does not fit.
     """
-    stream = io.BytesIO(data)
-    try:
-        frame = _Builtins(stream).load()
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise ProtocolError(f"a frame of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error
-    if stream.tell() != len(data):
-        raise ProtocolError(f"a frame of {len(data)} bytes ends after {stream.tell()}")
-    if type(frame) is not tuple or not frame or type(frame[0]) is not int or not 0 <= frame[0] < len(MESSAGES):
+    number = data[0] if data else len(MESSAGES)
+    if number >= len(MESSAGES):
         raise ProtocolError(f"a frame of {len(data)} bytes begins with no message's number (0 to {len(MESSAGES) - 1})")
-    number, *values = frame
-    message, rules = MESSAGES[number], _RULES[number]
-    if len(values) != len(rules):
-        raise ProtocolError(f"{message.__name__} came with {len(values)} fields and has {len(rules)}")
-    for place, rule in enumerate(rules):
-        if not rule(values[place]):
-            raise _misfit(message, message._fields[place], values[place])
-    return message._make(values)
+    message, (head, split, rules) = MESSAGES[number], _FORMS[number]
+    if len(data) < head.size:
+        raise ProtocolError(f"a frame of {len(data)} bytes is too short for {message.__name__}")
+    integers = head.unpack_from(data)[1:]
+    for place in range(split):
+        if not rules[place](integers[place]):
+            raise _misfit(message, message._fields[place], integers[place])
+    rest = data[head.size :]
+    if split == len(rules) and not rest:
+        return message._make(integers)
+    return message._make(integers + (_known if len(rest) <= _SHORT_BYTES else _read)(number, rest))
+
+
+def _read(number: int, rest: bytes) -> tuple[Any, ...]:
+    """What follows the integers of the message ``number``, checked."""
+    stream = io.BytesIO(rest)
+    message, (_, split, rules) = MESSAGES[number], _FORMS[number]
+    try:
+        values = _Builtins(stream).load()
+    except Exception as error:  # a damaged pickle raises nearly anything
+        text = f"{message.__name__}, of {len(rest)} bytes after its integers, cannot be read"
+        raise ProtocolError(f"{text}: {type(error).__name__}: {error}") from error
+    if stream.tell() != len(rest):
+        raise ProtocolError(f"{message.__name__}, of {len(rest)} bytes after its integers, ends after {stream.tell()}")
+    if type(values) is not tuple or len(values) != len(rules) - split:
+        count = len(values) if type(values) is tuple else "no"
+        raise ProtocolError(f"{message.__name__} came with {count} fields after its integers, not {len(rules) - split}")
+    for place, value in enumerate(values, split):
+        if not rules[place](value):
+            raise _misfit(message, message._fields[place], value)
+    return values
+
+
+_known = functools.lru_cache(_KNOWN)(_read)
 
 
 def _misfit(message: type[Message], name: str, value: object) -> ProtocolError:

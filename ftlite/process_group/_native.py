@@ -27,7 +27,7 @@ from ._handle import OpWork
 from ._ops import Op, arrange, walk
 from ._staging import alias, pack, plain, stageable, unpack
 
-__all__ = ["NativeWork", "Pairs", "explained", "has_future", "source_of", "stage", "until_ended"]
+__all__ = ["NativeWork", "Pairs", "explained", "future_of", "source_of", "stage", "until_ended"]
 
 _logger = logging.getLogger(__name__)
 
@@ -64,13 +64,12 @@ def explained(error: Exception, op: Op, tensors: Sequence[torch.Tensor], options
     return refused
 
 
-def has_future(work: Work) -> bool:
-    """Whether the native ``work`` can be asked for a future."""
+def future_of(work: Work) -> torch.futures.Future[Any] | None:
+    """The future of the native ``work``, None where torch has none."""
     try:
-        work.get_future()
+        return work.get_future()
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def source_of(op: Op, work: Work) -> int:
@@ -154,9 +153,10 @@ class NativeWork(OpWork):
         self._backend = backend
         self._give_up = give_up
         self._driver: threading.Thread | None = None
-        self._claimed = has_future(native)  # whether somebody sees to its end
-        if self._claimed:
-            native.get_future().add_done_callback(self._future_done)
+        future = future_of(native)
+        self._claimed = future is not None  # whether somebody sees to its end
+        if future is not None:
+            future.add_done_callback(self._future_done)
 
     def source_rank(self) -> int:
         """The rank that a recv_anysource got its tensor from."""
@@ -180,7 +180,7 @@ class NativeWork(OpWork):
             return
         deadline = Deadline(limit_s)
         self._start()
-        if self._over.wait(limit_s + slack_s):
+        if self._wait_over(limit_s + slack_s):
             return
         if limit_s < self._limit_s:
             raise self._late(deadline)

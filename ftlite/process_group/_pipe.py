@@ -23,10 +23,12 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 from .._deadline import Deadline
 from .._errors import DeadlineExceeded, ProtocolError
+from ._inbox import Inbox
 
 __all__ = ["MAX_FRAME_BYTES", "Pipe", "PipeBroken"]
 
@@ -38,7 +40,9 @@ _LENGTH = struct.Struct("!i")
 # A write neither blocks nor signals: the wait is ours, and a host may have given SIGPIPE back its default. As a number,
 # since each union of the two would be made in Python.
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_FD = array.array("i")
+# So many frames wait for each other at most: the child is to have work. A long one is worth a call of its own.
+_KEPT = 16
+_SHORT_BYTES = 1024
 
 
 class PipeBroken(Exception):
@@ -65,8 +69,11 @@ class Pipe:
         self._incoming = select.poll()
         self._incoming.register(end, select.POLLIN)
         self._wake_fd = -1
+        self._kept: list[bytes] = []  # frames, while somebody rests
+        self._is_resting = False
         self._unsendable: PipeBroken | None = None
         self._unreadable: PipeBroken | None = None
+        self._inbox = Inbox()
         # It guards the two below. Re-entrant, for the garbage collector may close this pipe (with the group that
         # owns it) in a thread that is just there.
         self._using = threading.RLock()
@@ -89,10 +96,11 @@ class Pipe:
 
     # --- writing ---------------------------------------------------------------------------------------
 
-    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+    def send(self, data: bytes, fds: Sequence[int] = (), *, may_wait: bool = False) -> None:
         """Write the frame ``data``, then each of the descriptors ``fds`` (which stay the caller's).
 
-        Blocks for at most ``write_limit_s`` (the turn of other threads included).
+        Blocks for at most ``write_limit_s`` (the turn of other threads included). With ``may_wait``, and while a
+        ``rest`` lasts, a short frame is kept until its end, or until others follow.
 
         Raises:
             PipeBroken: it was not written whole, now or earlier; nothing can be sent any more.
@@ -103,6 +111,37 @@ class Pipe:
                 f"a frame of {len(data)} bytes is longer than the pipe takes ({MAX_FRAME_BYTES}): "
                 "give the op fewer tensors at a time"
             )
+        frame = _LENGTH.pack(len(data)) + data
+        if not may_wait or not self._keep(frame):
+            self._send(frame, fds)
+
+    def rest(self, duration_s: float) -> None:
+        """Sleep; what is sent meanwhile and may wait goes together, at the end at the latest.
+
+        For whoever receives, and is told there where that is not possible.
+        """
+        self._is_resting = True
+        try:
+            time.sleep(duration_s)
+        finally:
+            with self._using:
+                self._is_resting = False
+            if self._kept:  # nobody adds to it any more
+                with contextlib.suppress(PipeBroken):
+                    self._send(b"", ())
+
+    def _keep(self, frame: bytes) -> bool:
+        """Have ``frame`` wait, if somebody is bound to send it; whether it does."""
+        if not self._is_resting:
+            return False
+        with self._using:
+            if not self._is_resting or len(self._kept) >= _KEPT or len(frame) > _SHORT_BYTES:
+                return False
+            self._kept.append(frame)
+            return True
+
+    def _send(self, frame: bytes, fds: Sequence[int]) -> None:
+        """Write what was kept, and ``frame``."""
         deadline = Deadline(self.write_limit_s)
         self._enter()
         try:
@@ -111,19 +150,22 @@ class Pipe:
             try:
                 if self._unsendable is not None:
                     raise _again(self._unsendable)
-                self._write(data, fds, deadline)
+                if self._kept:
+                    with self._using:
+                        kept, self._kept = self._kept, []
+                    frame = b"".join(kept) + frame
+                self._write(frame, fds, deadline)
             finally:
                 self._sending.release()
         finally:
             self._leave()
 
     def _write(self, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
-        frame = _LENGTH.pack(len(data)) + data
         try:
-            sent = self._write_some(frame, ())
-            while sent < len(frame):
+            sent = self._write_some(data, ())
+            while sent < len(data):
                 self._wait_writable(deadline)
-                sent += self._write_some(memoryview(frame)[sent:], ())
+                sent += self._write_some(memoryview(data)[sent:], ())
             for fd in fds:
                 while not self._write_some(b"\0", (fd,)):
                     self._wait_writable(deadline)
@@ -197,6 +239,8 @@ class Pipe:
         """
         self._enter()
         try:
+            if self.is_ahead():
+                return True
             if wake_fd not in (-1, self._wake_fd):
                 self._incoming.register(wake_fd, select.POLLIN)
                 self._wake_fd = wake_fd
@@ -218,9 +262,9 @@ class Pipe:
             if self._unreadable is not None:
                 raise _again(self._unreadable)
             try:
-                (size,) = _LENGTH.unpack(self._read(_LENGTH.size, "between two frames"))
+                (size,) = _LENGTH.unpack(self._take(_LENGTH.size, "between two frames"))
                 if 0 <= size <= MAX_FRAME_BYTES:
-                    return self._read(size, "inside a frame") if size else b""
+                    return self._take(size, "inside a frame")
             except PipeBroken as error:
                 # without its traceback, which holds this pipe
                 self._unreadable = PipeBroken(error.reason, ended=error.ended)
@@ -238,34 +282,32 @@ class Pipe:
         """The descriptor that follows the frame just received; the caller owns it. Raises as ``receive`` does."""
         self._enter()
         try:
-            # room for one, so that the kernel itself closes what is too many
-            room = socket.CMSG_LEN(_FD.itemsize)
-            try:
-                data, found, flags, _ = self._socket.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
-            except OSError as error:
-                raise PipeBroken(f"the pipe cannot be read: {error}", ended=True) from error
-            if not data:
-                raise self._end("before a descriptor")
-            if found:
-                return array.array("i", found[0][2])[0]
-            if flags & socket.MSG_CTRUNC:
+            self._take(1, "before a descriptor")
+            fd = self._inbox.take_fd()
+            if fd is not None:
+                return fd
+            if self._inbox.lost_fd:
                 raise PipeBroken("no descriptor is free for the one that came: raise RLIMIT_NOFILE (ulimit -n)")
             raise ProtocolError("a descriptor was due on the pipe, and a byte of something else came")
         finally:
             self._leave()
 
-    def _read(self, size: int, where: str) -> bytes:
-        """Read exactly ``size`` bytes: one call, unless a signal or the end comes between."""
+    def is_ahead(self) -> bool:
+        """Whether the next frame has been read already, or what ``receive`` will say of it is known."""
+        left = len(self._inbox) - _LENGTH.size
+        if left < 0:
+            return False
+        size: int = _LENGTH.unpack(self._inbox.peek(_LENGTH.size))[0]
+        return not left < size <= MAX_FRAME_BYTES
+
+    def _take(self, size: int, where: str) -> bytes:
         try:
-            data = self._socket.recv(size, socket.MSG_WAITALL)
-            while len(data) < size:
-                more = self._socket.recv(size - len(data), socket.MSG_WAITALL)
-                if not more:
-                    raise self._end(where)
-                data += more
+            return self._inbox.take(size, self._socket)
+        except EOFError:
+            end = self._end(where)
         except OSError as error:
             raise PipeBroken(f"the pipe cannot be read: {error}", ended=True) from error
-        return data
+        raise end  # whose cause is another
 
     def _end(self, where: str) -> PipeBroken:
         """The error of an end of file: the other side's, unless the pipe was given up here."""
@@ -291,13 +333,13 @@ class Pipe:
     def close(self) -> None:
         """Cut, and close the descriptor: now, or when the last thread that uses it is out. Again is a no-op."""
         if self._in_fork():
-            self._socket.close()  # past the lock, which a thread may have held that is not here
+            self._shut()  # past the lock, which a thread may have held that is not here
             return
         with self._using:
             self._closed = True
             self.cut()
             if not self._users:
-                self._socket.close()
+                self._shut()
 
     def _in_fork(self) -> bool:
         return os.getpid() != self._pid
@@ -312,7 +354,11 @@ class Pipe:
         with self._using:
             self._users -= 1
             if self._closed and not self._users:
-                self._socket.close()
+                self._shut()
+
+    def _shut(self) -> None:
+        self._socket.close()
+        self._inbox.close()
 
 
 def _again(first: PipeBroken) -> PipeBroken:

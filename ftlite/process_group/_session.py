@@ -33,6 +33,7 @@ from ._nesting import require_shallow
 from ._ops import Op, arrange
 from ._options import options_to_fields, timeout_in
 from ._owner import Owner
+from ._pace import REST_S, Pace
 from ._pending import Pending
 from ._pipe import Pipe, PipeBroken
 from ._replies import Replies
@@ -44,8 +45,7 @@ __all__ = ["Session"]
 
 _logger = logging.getLogger(__name__)
 
-# After the end of the pipe: so long for the child to leave its device, and for the template to report how it died. It
-# does so within milliseconds.
+# After the end of the pipe: for the child to leave its device, and the template to tell how it died; milliseconds each.
 _REPORT_S = 0.2
 # A child that was told to end leaves in milliseconds. A shutdown may take half a second, the wait above included.
 _LEAVE_S = 0.25
@@ -81,6 +81,7 @@ class Session:
         self._outcome: Exception | None = None
         self._ended: BaseException | None = None  # why there are no more replies
         self._dead = False
+        self._pace = Pace()
         self._child: ForkedChild | None = None
         self._pipe, self._end = Pipe.pair(configure.timeout_s)
         self._reader: threading.Thread | None = None
@@ -259,7 +260,8 @@ class Session:
             for effect in effects:
                 if isinstance(effect, _link.Send):
                     try:
-                        self._pipe.send(says.encode(effect.message))
+                        message = effect.message
+                        self._pipe.send(says.encode(message), may_wait=type(message) is says.Run)
                     except (PipeBroken, ProtocolError) as error:
                         self._lost(error)
                 elif isinstance(effect, _link.Released):
@@ -288,11 +290,7 @@ class Session:
         """The pipe has ended: say how the child died, if it did."""
         child = self._child
         death = child.wait(_REPORT_S) if child is not None else None
-        frameless(error)
-        if death is None:
-            self._broke(error)
-        else:
-            self._broke(error, death.text(), death.stderr_tail)
+        self._broke(frameless(error), *((death.text(), death.stderr_tail) if death is not None else ()))
 
     # --- replies ----------------------------------------------------------------------------------------
 
@@ -319,12 +317,15 @@ class Session:
         wait_s = min(wait_s, max(0.0, self._limits.next_s() - time.monotonic()))
         try:
             # an exception from outside (Ctrl-C) that comes here leaves everything as it is
+            if not self._pipe.is_ahead() and self._pace.is_burst(self._link.submitted, self._link.active):
+                self._pipe.rest(REST_S)
             came = self._pipe.poll(wait_s, child.fileno() if child is not None else -1)
         except PipeBroken as error:
             self._ended = error  # before any call, for which there may be no stack left
             return self._end_with(error)
         try:
             if came:
+                self._pace.heard()
                 self._perform(self._heard(says.decode(self._pipe.receive())))
             elif child is not None and child.wait(0) is not None:  # somebody has a copy of its socket
                 raise PipeBroken("the child has ended", ended=True)

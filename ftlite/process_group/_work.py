@@ -63,7 +63,7 @@ class ChildWork(OpWork):
 
     def wait_for_reader(self, limit_s: float) -> bool:
         """Wait until the reader has settled it; whether it has, within ``limit_s`` seconds."""
-        return self._over.wait(limit_s)
+        return self._wait_over(limit_s)
 
     def references(self) -> list[tuple[Any, ...]]:
         """What the child is told of its tensors, in their order."""

@@ -133,7 +133,7 @@ class Table(unittest.TestCase):
             self.assertEqual(exits, link.OVER)
 
     def test_what_only_the_trainer_says_is_no_word_of_the_childs(self) -> None:
-        trainers = [configure(), says.Run(0, 0, (), (), 1.0, -1), says.Segment(0, 1), says.DropSegment(0)]
+        trainers = [configure(), says.Run(0, -1, 0, 1.0, (), ()), says.Segment(0, 1), says.DropSegment(0)]
         for message in [*trainers, says.Bye()]:
             one = link_in(State.UP)
             one.received(message, one.epoch)
@@ -163,7 +163,7 @@ class Life(unittest.TestCase):
         one = link_in(State.UP)
         tensor = ("t", 0, 64, 6, (2,))
         _, [send] = one.submit("reduce", 5, ((tensor,),), (0, 1), 2.5, 0)
-        self.assertEqual(send.message, says.Run(1, 5, ((tensor,),), (0, 1), 2.5, 0))
+        self.assertEqual(send.message, says.Run(1, 0, 5, 2.5, ((tensor,),), (0, 1)))
 
     def test_after_is_left_out_once_that_op_has_settled(self) -> None:
         one = link_in(State.UP)

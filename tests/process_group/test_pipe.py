@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 from tests import load
 from tests._support import WAIT_S, GuardedTestCase, descriptors, wait_until
@@ -118,9 +119,9 @@ class Frames(PipeTestCase):
                 theirs.send_bytes(b"x" * size)
                 self.assertEqual(ours.receive(), b"x" * size)
 
-    def test_one_call_to_the_kernel_writes_a_frame_and_two_read_it(self) -> None:
+    def test_one_call_to_the_kernel_writes_a_frame_and_one_reads_all_there_are(self) -> None:
         ours, theirs = self.pair()
-        counted = {"send": 0, "recv": 0}
+        counted = {"send": 0, "recvmsg": 0}
 
         class Counting:
             def __init__(self, real: socket.socket) -> None:
@@ -135,7 +136,23 @@ class Frames(PipeTestCase):
         for _ in range(10):
             ours.send(b"x" * 1000)
             theirs.receive()
-        self.assertEqual(counted, {"send": 10, "recv": 20})
+        self.assertEqual(counted, {"send": 10, "recvmsg": 10})
+        for number in range(10):
+            ours.send(b"%d" % number)
+        self.assertEqual([theirs.receive() for _ in range(10)], [b"%d" % number for number in range(10)])
+        self.assertEqual(counted, {"send": 20, "recvmsg": 11})
+
+    def test_frames_of_every_length_one_behind_the_other(self) -> None:
+        """What has been read ahead ends anywhere in a frame, or in its length."""
+        ours, theirs = self.pair()
+        rng = random.Random(3)
+        frames = [rng.randbytes(rng.choice((0, 1, 100, 1000, 5000, 40_000))) for _ in range(500)]
+        sent = self.start(lambda: [ours.send(frame) for frame in frames])
+        for frame in frames:
+            self.assertTrue(theirs.poll(LONG_S))
+            self.assertEqual(theirs.receive(), frame)
+        wait_until(lambda: sent, "all sent")
+        self.assertFalse(theirs.poll(0))
 
     def test_eight_threads_send(self) -> None:
         ours, theirs = self.pair()
@@ -289,8 +306,8 @@ class Limits(PipeTestCase):
         real = ours._socket
 
         class Interrupted:
-            def recv(self, size: int, flags: int) -> bytes:
-                real.recv(size, flags)
+            def recvmsg(self, *args: int) -> bytes:
+                real.recvmsg(*args)
                 raise KeyboardInterrupt
 
             def __getattr__(self, name: str) -> Any:
@@ -399,20 +416,19 @@ class Ends(PipeTestCase):
         real = ours._socket
 
         class Slow:
-            """Stands between the length of a frame and the call that reads it."""
+            """Stands before the call that reads."""
 
-            def recv(self, size: int, flags: int) -> bytes:
+            def recvmsg(self, *args: int) -> Any:
                 inside.set()
                 go_on.wait(WAIT_S)
-                data: bytes = real.recv(size, flags)
-                return data
+                return real.recvmsg(*args)
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(real, name)
 
         ours._socket = Slow()
         told = self.start(ours.receive)
-        inside.wait(WAIT_S)
+        self.assertTrue(inside.wait(WAIT_S))
         number = ours.fileno()
         ours.close()
         self.assertEqual(ours.fileno(), number)
@@ -499,6 +515,111 @@ class Polling(PipeTestCase):
             self.assertTrue(ours.poll(LONG_S))
             self.assertEqual(ours.receive(), b"%d" % number)
 
+    def test_a_length_that_is_none_is_told_at_once(self) -> None:
+        """Also one that was read ahead: nothing more will come to wake anybody."""
+        for length in (-1, pipe.MAX_FRAME_BYTES + 1):
+            ours, end = self.half()
+            end.sendall(struct.pack("!i", 1) + b"x" + struct.pack("!i", length))
+            self.assertEqual(ours.receive(), b"x")
+            self.assertTrue(ours.poll(LONG_S))
+            with self.assertRaisesRegex(errors.ProtocolError, "is announced"):
+                ours.receive()
+
+
+class Rests(PipeTestCase):
+    """While somebody rests, what may wait goes together, and nothing is left behind or overtaken."""
+
+    def rest(self, one: Any) -> tuple[threading.Event, list[Any]]:
+        """Have a thread rest until the event."""
+        awake = threading.Event()
+        with mock.patch.object(pipe.time, "sleep", lambda duration_s: awake.wait(LONG_S)):
+            ended = self.start(lambda: one.rest(0.001))
+            wait_until(lambda: one._is_resting, "it rests")
+            wait_until(lambda: awake._cond._waiters, "it sleeps")  # type: ignore[attr-defined]
+        self.addCleanup(awake.set)
+        return awake, ended
+
+    def test_they_are_sent_at_the_end(self) -> None:
+        ours, theirs = self.pair()
+        awake, ended = self.rest(ours)
+        for number in range(5):
+            ours.send(b"%d" % number, may_wait=True)
+        self.assertFalse(theirs.poll(0.02))
+        awake.set()
+        self.assertEqual([theirs.receive() for _ in range(5)], [b"%d" % number for number in range(5)])
+        wait_until(lambda: ended, "awake")
+        self.assertEqual(ended, [None])
+        ours.send(b"afterwards", may_wait=True)
+        self.assertTrue(theirs.poll(0))
+
+    def test_others_take_them_along(self) -> None:
+        ours, theirs = self.pair()
+        self.rest(ours)
+        ours.send(b"first", may_wait=True)
+        ours.send(b"urgent")
+        self.assertEqual([theirs.receive(), theirs.receive()], [b"first", b"urgent"])
+        ours.send(b"third", may_wait=True)
+        ours.send(bytes(pipe._SHORT_BYTES + 1), may_wait=True)  # a long one
+        self.assertEqual(theirs.receive(), b"third")
+        self.assertEqual(len(theirs.receive()), pipe._SHORT_BYTES + 1)
+
+    def test_no_more_than_some(self) -> None:
+        ours, theirs = self.pair()
+        self.rest(ours)
+        for number in range(pipe._KEPT + 1):
+            self.assertFalse(theirs.poll(0))
+            ours.send(b"%d" % number, may_wait=True)
+        self.assertEqual([theirs.receive() for _ in range(pipe._KEPT + 1)], [b"%d" % n for n in range(pipe._KEPT + 1)])
+
+    def test_the_order_with_many_threads(self) -> None:
+        ours, theirs = self.pair()
+        done = threading.Event()
+
+        def rests() -> None:
+            while not done.is_set():
+                ours.rest(0.0001)
+
+        resting = self.start(rests)
+        senders = [
+            self.start(lambda who=who: [ours.send(b"%d %d" % (who, number), may_wait=True) for number in range(500)])
+            for who in range(3)
+        ]
+        seen: list[list[int]] = [[], [], []]
+        for _ in range(1500):
+            who, number = map(int, theirs.receive().split())
+            seen[who].append(number)
+        done.set()
+        wait_until(lambda: resting and all(senders), "all have ended")
+        self.assertEqual(seen, [list(range(500))] * 3)
+        self.assertEqual(resting, [None])
+
+    def test_the_end_is_told_to_who_receives_after_the_last_words(self) -> None:
+        ours, theirs = self.pair()
+        awake, ended = self.rest(ours)
+        ours.send(b"lost", may_wait=True)
+        theirs.send(b"last words")
+        theirs.close()
+        awake.set()
+        wait_until(lambda: ended, "awake")
+        self.assertEqual(ended, [None])
+        self.assertEqual(ours.receive(), b"last words")
+        self.broken(ours.receive, "closed the pipe between two frames", ended=True)
+
+    def test_a_write_at_its_end_has_a_limit(self) -> None:
+        ours, theirs = self.pair(SHORT_LIMIT_S)
+        awake, ended = self.rest(ours)
+        ours.send(b"lost", may_wait=True)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours._socket.send(bytes(1000), socket.MSG_DONTWAIT)
+        awake.set()
+        wait_until(lambda: ended, "awake")
+        self.assertEqual(ended, [None])
+        self.assertIsInstance(
+            self.broken(ours.receive, "does not read", ended=False).__cause__, errors.DeadlineExceeded
+        )
+        del theirs
+
 
 class Descriptors(PipeTestCase):
     def test_they_follow_their_frame(self) -> None:
@@ -526,6 +647,45 @@ class Descriptors(PipeTestCase):
                 self.assertEqual(theirs.receive(), b"segment")
                 os.close(theirs.receive_fd())
             self.assertEqual(len(descriptors()), before)
+
+    def test_each_belongs_to_its_frame_when_all_are_there(self) -> None:
+        ours, theirs = self.pair()
+        counts = [1, 2, 0, 3, 1, 1]
+        for number, count in enumerate(counts):
+            fds = [os.memfd_create("x") for _ in range(count)]
+            for at, fd in enumerate(fds):
+                os.write(fd, b"%d %d" % (number, at))
+            ours.send(b"%d" % number, fds)
+            for fd in fds:
+                os.close(fd)
+        for number, count in enumerate(counts):
+            self.assertEqual(theirs.receive(), b"%d" % number)
+            for at in range(count):
+                fd = theirs.receive_fd()
+                self.assertEqual(os.pread(fd, 100, 0), b"%d %d" % (number, at))
+                os.close(fd)
+        self.assertFalse(theirs.poll(0))
+
+    def test_one_that_nobody_asked_for_is_closed_with_the_pipe(self) -> None:
+        ours, theirs = self.pair()
+        before = len(descriptors())
+        for _ in range(3):
+            ours.send(b"segment", [ours.fileno()])
+        for _ in range(2):  # the first of them before the second is asked for
+            self.assertEqual(theirs.receive(), b"segment")
+            os.close(theirs.receive_fd())
+        self.assertEqual(theirs.receive(), b"segment")
+        theirs.close()
+        wait_until(lambda: len(descriptors()) < before, "it is closed")
+        self.assertEqual(len(descriptors()), before - 1)
+
+    def test_a_byte_read_ahead_is_no_descriptor(self) -> None:
+        ours, theirs = self.pair()
+        theirs.send(b"segment")
+        theirs.send(b"", [theirs.fileno()])
+        self.assertEqual(ours.receive(), b"segment")
+        with self.assertRaisesRegex(errors.ProtocolError, "a byte of something else"):
+            ours.receive_fd()
 
     def test_what_is_no_descriptor(self) -> None:
         ours, end = self.half()
@@ -558,9 +718,9 @@ class Descriptors(PipeTestCase):
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         with open("/dev/null", "rb") as file:
             ours.send(b"segment", [file.fileno()])
-            self.assertEqual(theirs.receive(), b"segment")
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
             try:
+                self.assertEqual(theirs.receive(), b"segment")
                 self.broken(theirs.receive_fd, "raise RLIMIT_NOFILE", ended=False)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
