@@ -304,10 +304,10 @@ class Pipe:
         try:
             return self._inbox.take(size, self._socket)
         except EOFError:
-            end = self._end(where)
+            pass  # the error of that has another cause
         except OSError as error:
             raise PipeBroken(f"the pipe cannot be read: {error}", ended=True) from error
-        raise end  # whose cause is another
+        raise self._end(where)
 
     def _end(self, where: str) -> PipeBroken:
         """The error of an end of file: the other side's, unless the pipe was given up here."""
