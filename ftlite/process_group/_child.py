@@ -74,7 +74,7 @@ _FINISH_S = 0.1
 def main(end: socket.socket) -> int:
     """Serve the trainer at the other side of ``end`` until it has no more to say; the exit code."""
     os.environ.setdefault("RES_OPTIONS", _RESOLVER)
-    return _Child(Pipe(end, _WRITE_LIMIT_S)).run()
+    return _Child(Pipe(end, _WRITE_LIMIT_S, is_greedy=True)).run()
 
 
 @dataclass(slots=True)

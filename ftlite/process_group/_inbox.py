@@ -23,11 +23,16 @@ _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 class Inbox:
     """The bytes that were read and have not been taken, and the descriptors among them.
 
+    Args:
+        is_greedy: whether to read beyond what is asked for: not where somebody waits for the socket to become readable,
+            or has a fork inherit what was read.
+
     ``lost_fd``: a descriptor came, and this process had none free for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_greedy: bool) -> None:
         self.lost_fd = False
+        self._ahead = _AHEAD_BYTES if is_greedy else 0
         self._data = b""
         self._at = 0  # so many of these have been taken
         self._read = 0  # and so many bytes in all
@@ -74,7 +79,7 @@ class Inbox:
         missing = size - len(parts[0])
         while missing > 0:
             # room for one descriptor, so that the kernel itself closes what is too many
-            data, found, flags, _ = source.recvmsg(max(missing, _AHEAD_BYTES), _FD_ROOM, _CLOEXEC)
+            data, found, flags, _ = source.recvmsg(max(missing, self._ahead), _FD_ROOM, _CLOEXEC)
             if not data:
                 raise EOFError
             parts.append(data)

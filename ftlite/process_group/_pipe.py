@@ -59,9 +59,15 @@ class PipeBroken(Exception):
 
 
 class Pipe:
-    """One end, ``end`` (a stream socket, which it owns from now on); ``write_limit_s`` seconds for each ``send``."""
+    """One end.
 
-    def __init__(self, end: socket.socket, write_limit_s: float) -> None:
+    Args:
+        end: a stream socket, which it owns from now on.
+        write_limit_s: seconds for each ``send``.
+        is_greedy: whether to read all there is, which ``poll`` here knows of, and a poll of the descriptor does not.
+    """
+
+    def __init__(self, end: socket.socket, write_limit_s: float, *, is_greedy: bool = False) -> None:
         end.setblocking(True)
         self.write_limit_s = write_limit_s
         self._socket = end
@@ -73,7 +79,7 @@ class Pipe:
         self._is_resting = False
         self._unsendable: PipeBroken | None = None
         self._unreadable: PipeBroken | None = None
-        self._inbox = Inbox()
+        self._inbox = Inbox(is_greedy)
         # It guards the two below. Re-entrant, for the garbage collector may close this pipe (with the group that
         # owns it) in a thread that is just there.
         self._using = threading.RLock()
@@ -82,13 +88,13 @@ class Pipe:
         self._pid = os.getpid()
 
     @classmethod
-    def pair(cls, write_limit_s: float) -> tuple[Pipe, socket.socket]:
+    def pair(cls, write_limit_s: float, *, is_greedy: bool = False) -> tuple[Pipe, socket.socket]:
         """A pipe and the socket at its other end, which is to be handed to the child and then closed here.
 
         As long as a copy of that socket is open here, the child's death is no end of file.
         """
         ours, theirs = socket.socketpair()
-        return cls(ours, write_limit_s), theirs
+        return cls(ours, write_limit_s, is_greedy=is_greedy), theirs
 
     def fileno(self) -> int:
         """The descriptor, to wait for; -1 once it is closed."""

@@ -83,7 +83,7 @@ class Session:
         self._dead = False
         self._pace = Pace()
         self._child: ForkedChild | None = None
-        self._pipe, self._end = Pipe.pair(configure.timeout_s)
+        self._pipe, self._end = Pipe.pair(configure.timeout_s, is_greedy=True)
         self._reader: threading.Thread | None = None
         self._template = template
 
@@ -126,7 +126,7 @@ class Session:
             if not was_up:
                 raise
         # it had been killed, and nobody knew. Another pipe, for a child of the dead one may have said something by now.
-        pipe, end = Pipe.pair(self._pipe.write_limit_s)
+        pipe, end = Pipe.pair(self._pipe.write_limit_s, is_greedy=True)
         with self._lock:
             if not self._is_over():
                 self._pipe, pipe = pipe, self._pipe

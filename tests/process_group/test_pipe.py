@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import struct
@@ -62,15 +63,15 @@ class PipeTestCase(GuardedTestCase):
 
     def pair(self, write_limit_s: float = LONG_S) -> tuple[Any, Any]:
         """Both ends, as pipes."""
-        ours, end = Pipe.pair(write_limit_s)
-        theirs = Pipe(end, write_limit_s)
+        ours, end = Pipe.pair(write_limit_s, is_greedy=True)
+        theirs = Pipe(end, write_limit_s, is_greedy=True)
         self.addCleanup(ours.close)
         self.addCleanup(theirs.close)
         return ours, theirs
 
     def half(self, write_limit_s: float = LONG_S) -> tuple[Any, socket.socket]:
         """One pipe, and the plain socket at its other end."""
-        ours, end = Pipe.pair(write_limit_s)
+        ours, end = Pipe.pair(write_limit_s, is_greedy=True)
         self.addCleanup(ours.close)
         self.addCleanup(end.close)
         return ours, end
@@ -141,6 +142,24 @@ class Frames(PipeTestCase):
             ours.send(b"%d" % number)
         self.assertEqual([theirs.receive() for _ in range(10)], [b"%d" % number for number in range(10)])
         self.assertEqual(counted, {"send": 20, "recvmsg": 11})
+
+    def test_one_that_is_not_greedy_leaves_what_it_is_not_asked_for(self) -> None:
+        """Or who waits for its descriptor would not hear of it."""
+        ours, end = Pipe.pair(LONG_S)
+        theirs = Pipe(end, LONG_S)
+        for one in (ours, theirs):
+            self.addCleanup(one.close)
+        poll = select.poll()
+        poll.register(theirs.fileno(), select.POLLIN)
+        for number in range(5):
+            ours.send(b"%d" % number, [ours.fileno()])
+        for number in range(5):
+            self.assertTrue(poll.poll(0), number)
+            self.assertEqual(theirs.receive(), b"%d" % number)
+            before = len(descriptors())
+            os.close(theirs.receive_fd())
+            self.assertEqual(len(descriptors()), before, "it was made by the call that asks for it")
+        self.assertFalse(poll.poll(0))
 
     def test_frames_of_every_length_one_behind_the_other(self) -> None:
         """What has been read ahead ends anywhere in a frame, or in its length."""

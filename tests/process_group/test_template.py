@@ -13,6 +13,7 @@ import threading
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -378,6 +379,25 @@ class Many(SharedTemplate):
         self.assertEqual(failures, [])
         self.assertEqual(len(pids), 32)
         wait_until(lambda: children_of(self.template.pid()) == [], "all are reaped", GRACE_S)
+
+    def test_messages_that_come_together(self) -> None:
+        """Nothing else happens that could have whoever reads them look again."""
+        talks = [Talk(self.template) for _ in range(3)]
+        pipe = self.template._process._pipe
+        receive = pipe.receive
+
+        def late() -> bytes:
+            wait_until(lambda: not children_of(self.template.pid()), "all are reaped, and told of")
+            frame: bytes = receive()
+            return frame
+
+        with mock.patch.object(pipe, "receive", late):
+            for talk in talks:
+                talk.child.kill()
+            for talk in talks:
+                self.assertIsNotNone(talk.child.wait(GRACE_S))
+        for talk in talks:
+            talk.__exit__(None, None, None)
 
     def test_the_child_outlives_the_thread_that_asked_for_it(self) -> None:
         made: list[Talk] = []
