@@ -148,6 +148,12 @@ class _SwallowingWork(OpWork):
         self._report = report
         self._asked = False
 
+    def source_rank(self) -> int:
+        """The rank that a receive got its tensor from. Raises as the Work inside does."""
+        return int(self._inner._source_rank())
+
+    _source_rank = source_rank
+
     def _await(self, limit_s: float, slack_s: float) -> None:
         try:
             # zero is how C++ says "no time given": the inner group's timeout

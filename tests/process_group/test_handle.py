@@ -192,6 +192,14 @@ class Swallowing(GuardedTestCase):
         self.assertIsNone(group.error())
         self.assertEqual(inner.configure_count, 1)
 
+    def test_where_a_receive_is_from(self) -> None:
+        parent = Late()
+        work = self.package.ErrorSwallowingProcessGroupWrapper(parent).recv_anysource([torch.ones(1)], 0)
+        with self.assertRaisesRegex(RuntimeError, "sourceRank"):
+            work._source_rank()
+        parent.works[0]._source_rank = lambda: 3
+        self.assertEqual((work._source_rank(), work.source_rank()), (3, 3))
+
     def test_a_late_error_does_not_spoil_the_next_epoch(self) -> None:
         group = self.package.ErrorSwallowingProcessGroupWrapper(Late())
         work = group.allreduce([torch.ones(1)])
