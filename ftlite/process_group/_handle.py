@@ -108,6 +108,7 @@ class OpWork(Work):
                 awaited.set()
         except BaseException:  # Ctrl-C, or no stack or memory is left; it is not settled, and the next call begins anew
             self._listeners[:0] = listeners
+            self._over = False
             self._settler = None
             raise
         self._let_go()

@@ -59,9 +59,13 @@ class Inbox:
         if end > len(self._data):
             self._fill(size, source)
             at, end = 0, size
-        self._at = end
         self._taken += size
-        return self._data[at:end]
+        data = self._data
+        if end == len(data):  # all of it: nothing is kept, and one that fills it is not copied
+            self._data, self._at = b"", 0
+            return data[at:] if at else data
+        self._at = end
+        return data[at:end]
 
     def take_fd(self) -> int | None:
         """The descriptor that the byte just taken has brought, which is the caller's now; None if it has not."""
@@ -89,5 +93,5 @@ class Inbox:
                 self._fds.append((self._read, array.array("i", found[0][2])[0]))
             elif flags & socket.MSG_CTRUNC:
                 self.lost_fd = True
-        self._data = b"".join(parts)
+        self._data = b"".join(parts) if parts[0] or len(parts) > 2 else parts[-1]
         self._at = 0

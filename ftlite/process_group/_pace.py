@@ -2,8 +2,8 @@
 """When replies are read one by one, and when a few at a time.
 
 With some dozen ops in flight, each reply on its own costs a change of threads here and in the child, which is as much
-as the op itself. So the reader leaves them a moment to become a few, and the ops that are issued meanwhile likewise.
-What one waits for, while others in flight take their time, is not held up: there has to be a burst. Pure.
+as the op itself. So the reader leaves them a moment to become a few. What one waits for, while others in flight take
+their time, is not held up: there has to be a burst. Pure.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Pace:
     def __init__(self) -> None:
         self._replies = 0
         self._submitted = 0
+        self._lasting = 0  # as many as were in flight at each of the last looks
 
     def heard(self) -> None:
         """A reply has come."""
@@ -39,4 +40,6 @@ class Pace:
         """
         replies, self._replies = self._replies, 0
         issued, self._submitted = submitted - self._submitted, submitted
-        return in_flight >= _MANY and (replies > _FEW or issued > _FEW)
+        # receives that were posted ahead are none of a burst: one more at each look counts as such
+        self._lasting = min(in_flight, self._lasting + 1)
+        return in_flight - self._lasting >= _MANY and (replies > _FEW or issued > _FEW)

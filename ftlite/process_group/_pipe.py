@@ -23,7 +23,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 
 from .._deadline import Deadline
@@ -40,9 +39,6 @@ _LENGTH = struct.Struct("!i")
 # A write neither blocks nor signals: the wait is ours, and a host may have given SIGPIPE back its default. As a number,
 # since each union of the two would be made in Python.
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-# So many frames wait for each other at most: the child is to have work. A long one is worth a call of its own.
-_KEPT = 16
-_SHORT_BYTES = 1024
 
 
 class PipeBroken(Exception):
@@ -75,8 +71,6 @@ class Pipe:
         self._incoming = select.poll()
         self._incoming.register(end, select.POLLIN)
         self._wake_fd = -1
-        self._kept: list[bytes] = []  # frames, while somebody rests
-        self._is_resting = False
         self._unsendable: PipeBroken | None = None
         self._unreadable: PipeBroken | None = None
         self._inbox = Inbox(is_greedy)
@@ -102,11 +96,10 @@ class Pipe:
 
     # --- writing ---------------------------------------------------------------------------------------
 
-    def send(self, data: bytes, fds: Sequence[int] = (), *, may_wait: bool = False) -> None:
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Write the frame ``data``, then each of the descriptors ``fds`` (which stay the caller's).
 
-        Blocks for at most ``write_limit_s`` (the turn of other threads included). With ``may_wait``, and while a
-        ``rest`` lasts, a short frame is kept until its end, or until others follow.
+        Blocks for at most ``write_limit_s`` (the turn of other threads included).
 
         Raises:
             PipeBroken: it was not written whole, now or earlier; nothing can be sent any more.
@@ -117,37 +110,6 @@ class Pipe:
                 f"a frame of {len(data)} bytes is longer than the pipe takes ({MAX_FRAME_BYTES}): "
                 "give the op fewer tensors at a time"
             )
-        frame = _LENGTH.pack(len(data)) + data
-        if not may_wait or not self._keep(frame):
-            self._send(frame, fds)
-
-    def rest(self, duration_s: float) -> None:
-        """Sleep; what is sent meanwhile and may wait goes together, at the end at the latest.
-
-        For whoever receives, and is told there where that is not possible.
-        """
-        self._is_resting = True
-        try:
-            time.sleep(duration_s)
-        finally:
-            with self._using:
-                self._is_resting = False
-            if self._kept:  # nobody adds to it any more
-                with contextlib.suppress(PipeBroken):
-                    self._send(b"", ())
-
-    def _keep(self, frame: bytes) -> bool:
-        """Have ``frame`` wait, if somebody is bound to send it; whether it does."""
-        if not self._is_resting:
-            return False
-        with self._using:
-            if not self._is_resting or len(self._kept) >= _KEPT or len(frame) > _SHORT_BYTES:
-                return False
-            self._kept.append(frame)
-            return True
-
-    def _send(self, frame: bytes, fds: Sequence[int]) -> None:
-        """Write what was kept, and ``frame``."""
         deadline = Deadline(self.write_limit_s)
         self._enter()
         try:
@@ -156,11 +118,7 @@ class Pipe:
             try:
                 if self._unsendable is not None:
                     raise _again(self._unsendable)
-                if self._kept:
-                    with self._using:
-                        kept, self._kept = self._kept, []
-                    frame = b"".join(kept) + frame
-                self._write(frame, fds, deadline)
+                self._write(_LENGTH.pack(len(data)) + data, fds, deadline)
             finally:
                 self._sending.release()
         finally:

@@ -260,8 +260,7 @@ class Session:
             for effect in effects:
                 if isinstance(effect, _link.Send):
                     try:
-                        message = effect.message
-                        self._pipe.send(says.encode(message), may_wait=type(message) is says.Run)
+                        self._pipe.send(says.encode(effect.message))
                     except (PipeBroken, ProtocolError) as error:
                         self._lost(error)
                 elif isinstance(effect, _link.Released):
@@ -318,7 +317,7 @@ class Session:
         try:
             # an exception from outside (Ctrl-C) that comes here leaves everything as it is
             if not self._pipe.is_ahead() and self._pace.is_burst(self._link.submitted, self._link.active):
-                self._pipe.rest(REST_S)
+                time.sleep(REST_S)
             came = self._pipe.poll(wait_s, child.fileno() if child is not None else -1)
         except PipeBroken as error:
             self._ended = error  # before any call, for which there may be no stack left

@@ -30,11 +30,27 @@ class PaceTest(unittest.TestCase):
 
     def test_a_burst_from_its_begin_to_its_end(self) -> None:
         self.assertTrue(self.look(20, 1, 19))
-        self.assertTrue(self.look(5, 2, 22))
-        self.assertTrue(self.look(0, 4, 18))
-        self.assertFalse(self.look(0, 1, 17), "they have become slow")
-        self.assertTrue(self.look(0, 2, 15))
-        self.assertFalse(self.look(0, 8, 7), "the rest is over sooner than a rest")
+        self.assertTrue(self.look(15, 2, 32))
+        self.assertTrue(self.look(0, 4, 28))
+        self.assertFalse(self.look(0, 1, 27), "they have become slow")
+        self.assertTrue(self.look(0, 2, 25))
+        self.assertFalse(self.look(0, 15, 10), "the rest is over sooner than a rest")
+
+    def test_a_hundred(self) -> None:
+        left, rests = 100, 0
+        self.look(100, 0, left)
+        while left > 0:
+            left -= 3
+            rests += self.look(0, 3, left)
+        self.assertGreater(rests, 20)
+
+    def test_receives_posted_ahead_are_none_of_a_burst(self) -> None:
+        for ahead in (8, 40):
+            self.setUp()
+            self.look(ahead, 0, ahead)
+            late = sum(self.look(2, 2, ahead) for _ in range(1000))
+            self.assertLessEqual(late, ahead)
+            self.assertTrue(self.look(100, 2, ahead + 98), "a burst beside them is one")
 
     def test_what_has_been_is_over(self) -> None:
         self.assertTrue(self.look(100, 50, 50))

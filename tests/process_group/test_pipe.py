@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 from tests import load
 from tests._support import WAIT_S, GuardedTestCase, descriptors, wait_until
@@ -142,6 +141,7 @@ class Frames(PipeTestCase):
             ours.send(b"%d" % number)
         self.assertEqual([theirs.receive() for _ in range(10)], [b"%d" % number for number in range(10)])
         self.assertEqual(counted, {"send": 20, "recvmsg": 11})
+        self.assertEqual(theirs._inbox._data, b"", "what was taken is not kept")
 
     def test_one_that_is_not_greedy_leaves_what_it_is_not_asked_for(self) -> None:
         """Or who waits for its descriptor would not hear of it."""
@@ -543,101 +543,6 @@ class Polling(PipeTestCase):
             self.assertTrue(ours.poll(LONG_S))
             with self.assertRaisesRegex(errors.ProtocolError, "is announced"):
                 ours.receive()
-
-
-class Rests(PipeTestCase):
-    """While somebody rests, what may wait goes together, and nothing is left behind or overtaken."""
-
-    def rest(self, one: Any) -> tuple[threading.Event, list[Any]]:
-        """Have a thread rest until the event."""
-        awake = threading.Event()
-        with mock.patch.object(pipe.time, "sleep", lambda duration_s: awake.wait(LONG_S)):
-            ended = self.start(lambda: one.rest(0.001))
-            wait_until(lambda: one._is_resting, "it rests")
-            wait_until(lambda: awake._cond._waiters, "it sleeps")  # type: ignore[attr-defined]
-        self.addCleanup(awake.set)
-        return awake, ended
-
-    def test_they_are_sent_at_the_end(self) -> None:
-        ours, theirs = self.pair()
-        awake, ended = self.rest(ours)
-        for number in range(5):
-            ours.send(b"%d" % number, may_wait=True)
-        self.assertFalse(theirs.poll(0.02))
-        awake.set()
-        self.assertEqual([theirs.receive() for _ in range(5)], [b"%d" % number for number in range(5)])
-        wait_until(lambda: ended, "awake")
-        self.assertEqual(ended, [None])
-        ours.send(b"afterwards", may_wait=True)
-        self.assertTrue(theirs.poll(0))
-
-    def test_others_take_them_along(self) -> None:
-        ours, theirs = self.pair()
-        self.rest(ours)
-        ours.send(b"first", may_wait=True)
-        ours.send(b"urgent")
-        self.assertEqual([theirs.receive(), theirs.receive()], [b"first", b"urgent"])
-        ours.send(b"third", may_wait=True)
-        ours.send(bytes(pipe._SHORT_BYTES + 1), may_wait=True)  # a long one
-        self.assertEqual(theirs.receive(), b"third")
-        self.assertEqual(len(theirs.receive()), pipe._SHORT_BYTES + 1)
-
-    def test_no_more_than_some(self) -> None:
-        ours, theirs = self.pair()
-        self.rest(ours)
-        for number in range(pipe._KEPT + 1):
-            self.assertFalse(theirs.poll(0))
-            ours.send(b"%d" % number, may_wait=True)
-        self.assertEqual([theirs.receive() for _ in range(pipe._KEPT + 1)], [b"%d" % n for n in range(pipe._KEPT + 1)])
-
-    def test_the_order_with_many_threads(self) -> None:
-        ours, theirs = self.pair()
-        done = threading.Event()
-
-        def rests() -> None:
-            while not done.is_set():
-                ours.rest(0.0001)
-
-        resting = self.start(rests)
-        senders = [
-            self.start(lambda who=who: [ours.send(b"%d %d" % (who, number), may_wait=True) for number in range(500)])
-            for who in range(3)
-        ]
-        seen: list[list[int]] = [[], [], []]
-        for _ in range(1500):
-            who, number = map(int, theirs.receive().split())
-            seen[who].append(number)
-        done.set()
-        wait_until(lambda: resting and all(senders), "all have ended")
-        self.assertEqual(seen, [list(range(500))] * 3)
-        self.assertEqual(resting, [None])
-
-    def test_the_end_is_told_to_who_receives_after_the_last_words(self) -> None:
-        ours, theirs = self.pair()
-        awake, ended = self.rest(ours)
-        ours.send(b"lost", may_wait=True)
-        theirs.send(b"last words")
-        theirs.close()
-        awake.set()
-        wait_until(lambda: ended, "awake")
-        self.assertEqual(ended, [None])
-        self.assertEqual(ours.receive(), b"last words")
-        self.broken(ours.receive, "closed the pipe between two frames", ended=True)
-
-    def test_a_write_at_its_end_has_a_limit(self) -> None:
-        ours, theirs = self.pair(SHORT_LIMIT_S)
-        awake, ended = self.rest(ours)
-        ours.send(b"lost", may_wait=True)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                ours._socket.send(bytes(1000), socket.MSG_DONTWAIT)
-        awake.set()
-        wait_until(lambda: ended, "awake")
-        self.assertEqual(ended, [None])
-        self.assertIsInstance(
-            self.broken(ours.receive, "does not read", ended=False).__cause__, errors.DeadlineExceeded
-        )
-        del theirs
 
 
 class Descriptors(PipeTestCase):
