@@ -84,6 +84,20 @@ class Order(BabyCase):
         with self.team(2) as team:
             team.run(body)
 
+    def test_more_ops_on_the_same_memory_than_the_pipe_holds(self) -> None:
+        """Each waits in the child for the one before, and the next is not read meanwhile: the replies are, here."""
+
+        def body(group: Any, rank: int) -> None:
+            for count in (1, 64):
+                tensors = [torch.full((1,), float(rank + at)) for at in range(count)]
+                works = [group.allreduce([tensors[at % count]], dist.ReduceOp.MAX) for at in range(2500)]
+                for work in works:
+                    work.wait()
+                self.assertEqual([tensor.item() for tensor in tensors], [at + 1.0 for at in range(count)])
+
+        with self.team(2) as team:
+            team.run(body)
+
     def test_a_refused_op_leaves_the_result_of_the_one_before(self) -> None:
         def body(group: Any, rank: int) -> None:
             for _ in range(20):
