@@ -187,6 +187,20 @@ def functional(me: Rank) -> None:
     _done(group, "functional")
 
 
+def compiled(me: Rank) -> None:
+    group = _alone(me, "compiled")
+
+    def twice_and_one(mine: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(mine * 2, "sum", group) + 1
+
+    # traced and functionalized in one graph, as by default, but run without a C++ compiler
+    faster = torch.compile(twice_and_one, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        total = float(sum(range(1, me.size + 1)) + me.size * step)
+        same(faster(torch.full((4,), float(me.rank + 1 + step))), torch.full((4,), 2 * total + 1))
+    _done(group, "compiled")
+
+
 def device_mesh(me: Rank) -> None:
     group = _alone(me, "replicas")
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("replicas",))

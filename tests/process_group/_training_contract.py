@@ -28,6 +28,7 @@ _COMMANDS = {
     "comm_hook": 2,
     "failure_in_backward": 2,
     "functional": 2,
+    "compiled": 2,
     "device_mesh": 2,
     "backend": 2,
     "new_group": 3,
@@ -127,6 +128,9 @@ class TrainingContract:
 
     def test_functional_collectives(self: Any) -> None:
         self.said("functional")
+
+    def test_a_compiled_function_with_a_functional_collective(self: Any) -> None:
+        self.said("compiled")
 
     def test_device_mesh(self: Any) -> None:
         self.said("device_mesh")
